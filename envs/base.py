@@ -1,0 +1,65 @@
+"""What an environment is: a gymnasium.Env whose observations and actions are text.
+
+    env = Sokoban()
+    text, info = env.reset(seed=7)          # the seed alone decides the instance
+    text, reward, terminated, truncated, info = env.step("Up")
+
+One `step` is one action ("Up"), not one reply: the rollout parses a reply, and calls `step` for at most
+`max_actions_per_turn` actions of it. Turn limits belong to the rollout too; an environment only says when *it* is over.
+
+`info` always has
+    success               bool, solved for good (the figure that is reported; never derived from the reward)
+    action_is_valid       bool, the text names an action
+    action_is_effective   bool, the action changed something
+An action that is not understood changes nothing, and is answered, never raised.
+"""
+
+import string
+from collections.abc import Iterator
+
+import gymnasium
+import numpy as np
+
+# Evaluation, training and warm-up draw from ranges that do not meet, so no room of an evaluation was trained on.
+EVAL_SEEDS = range(0, 1_000_000)
+TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
+WARMUP_SEEDS = range(1_000_000_000, 2_000_000_000)
+
+CHARSET = "".join(c for c in string.printable if c not in "\r\x0b\x0c") + "√"
+
+
+class TextEnv(gymnasium.Env):
+    """Base of all environments. Subclasses set the class attributes, `reset`, `step`, and `demonstrate` if they can.
+
+    instruction           the system prompt: the rules, and the actions there are
+    max_turns             replies an episode has at most
+    max_actions_per_turn  actions of one reply that are executed at most
+    step_reward           what a step costs (<= 0). An episode that runs out of turns is charged this for every action it
+                          left unused, so that standing still is never cheaper than trying.
+    """
+
+    metadata = {"render_modes": ["ansi"]}
+    instruction: str = ""
+    max_turns: int = 1
+    max_actions_per_turn: int = 1
+    step_reward: float = 0.0
+
+    def __init__(self):
+        self.observation_space = gymnasium.spaces.Text(max_length=20_000, charset=CHARSET)
+        self.action_space = gymnasium.spaces.Text(max_length=2_000, charset=CHARSET)
+        self.render_mode = "ansi"
+
+    def demonstrate(self) -> Iterator[str]:
+        """Yield good actions, one a time, each from the state as it is then (the caller steps in between)."""
+        raise NotImplementedError(f"{type(self).__name__} has no solver")
+
+
+def eval_seeds(n: int) -> list[int]:
+    """The first n evaluation seeds: the same instances for every run and every checkpoint."""
+    return list(EVAL_SEEDS[:n])
+
+
+def train_seeds(run_seed: int, step: int, n: int) -> list[int]:
+    """The n instance seeds of one training step; a function of its arguments only, so a resumed run sees the same."""
+    rng = np.random.default_rng([run_seed, step])
+    return [int(s) for s in rng.integers(TRAIN_SEEDS.start, TRAIN_SEEDS.stop, size=n)]

@@ -1,0 +1,170 @@
+"""Countdown: combine the numbers, each exactly once, with + - * / and parentheses, to hit the target.
+
+Reward 1 for a right expression, 0.1 for one that uses the numbers but misses the target, 0 otherwise (RAGEN's).
+Expressions are read by the small parser below, in exact fractions. Nothing the model writes is ever evaluated as code.
+Targets are values of random expressions of the numbers, so every instance can be solved.
+
+Left out: using only some of the numbers, as in the television game. There is one answer, right or not.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+
+from nanoragen.envs.base import TextEnv
+
+MAX_LENGTH = 120  # characters of an expression
+MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatever stack it is called from
+MAX_DRAWS = 10_000  # of an instance; a few are enough for any setting that can be met
+SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
+
+
+class Countdown(TextEnv):
+    """
+    numbers     how many, 2 to 4
+    low, high   their range
+    max_target  targets are whole numbers from 1 to this
+    """
+
+    max_turns = 1
+    max_actions_per_turn = 1
+    instruction = (
+        "Use each number exactly once with + - * / and parentheses to make the target. "
+        "Reply <think>your reasoning</think><answer>(3 + 5) * 2</answer>"
+    )
+
+    def __init__(self, numbers=3, low=1, high=9, max_target=50):
+        super().__init__()
+        if not (isinstance(numbers, int) and 2 <= numbers <= 4):
+            raise ValueError(f"numbers: {numbers!r} is not possible in countdown; valid: 2 to 4")
+        if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high <= 1000):
+            raise ValueError(f"low, high: {low}, {high}; valid: 1 <= low <= high <= 1000")
+        if not (isinstance(max_target, int) and max_target >= 1):
+            raise ValueError(f"max_target: {max_target!r}; valid: a whole number, 1 or more")
+        self.count, self.low, self.high, self.max_target = numbers, low, high, max_target
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        for _ in range(MAX_DRAWS):
+            self.numbers = [int(n) for n in self.np_random.integers(self.low, self.high + 1, size=self.count)]
+            value = evaluate(self.random_action(self.np_random))[0]
+            if 1 <= value <= self.max_target and value.denominator == 1:
+                break
+        else:
+            raise ValueError(
+                f"max_target: {self.count} numbers from {self.low} to {self.high} make no target in "
+                f"{MAX_DRAWS} tries; valid: a larger max_target, or a wider range"
+            )
+        self.target, self.answered, self.right = int(value), False, False
+        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
+
+    def step(self, action):
+        try:
+            value, used = evaluate(str(action))
+        except ValueError:
+            value, used = None, []
+        valid = value is not None and Counter(used) == Counter(self.numbers) and not self.answered
+        right = valid and value == self.target
+        self.answered, self.right = True, self.right or right
+        info = {"success": self.right, "action_is_valid": valid, "action_is_effective": valid}
+        return self.render(), 1.0 if right else 0.1 if valid else 0.0, True, False, info
+
+    def render(self):
+        return f"numbers {' '.join(map(str, self.numbers))} target {self.target}"
+
+    def random_action(self, rng) -> str:
+        """Some expression of the numbers, any value (redrawn where it would divide by zero)."""
+        while True:
+            parts = [(Fraction(n), str(n)) for n in self.numbers]
+            while len(parts) > 1:
+                a, b = (parts.pop(int(rng.integers(len(parts)))) for _ in range(2))
+                op = "+-*/"[int(rng.integers(4))]
+                if op == "/" and b[0] == 0:
+                    break
+                parts.append(join(a, op, b))
+            else:
+                return _bare(parts[0][1])
+
+    def best_actions(self) -> list[str]:
+        """All right expressions (each way of combining once), shortest first."""
+        if self.answered:
+            return []
+        ways = _all([(Fraction(n), str(n)) for n in self.numbers])
+        return sorted({_bare(text) for value, text in ways if value == self.target}, key=lambda t: (len(t), t))
+
+    def demonstrate(self) -> Iterator[str]:
+        yield from self.best_actions()[:1]
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """Value of an expression, and the numbers it uses. ValueError for anything that is not one.
+
+    Grammar: sum = product {(+|-) product}; product = atom {(*|/) atom}; atom = number | ( sum ). A trailing "= n" is
+    allowed and ignored, so are leading zeros; there are no signs, powers, decimals or names.
+    """
+    if len(text) > MAX_LENGTH:
+        raise ValueError("expression too long")
+    text = re.sub(r"=\s*-?[0-9]+\s*$", "", text.translate(SPELLINGS)).strip()
+    if text.count("(") > MAX_OPEN:
+        raise ValueError("too many parentheses")
+    tokens = re.findall(r"[0-9]+|[-+*/()]", text)
+    if "".join(tokens) != re.sub(r"\s+", "", text) or re.search(r"[0-9]\s+[0-9]", text):
+        raise ValueError("not an expression")
+    tokens.append("end")
+    used, at = [], 0
+
+    def atom():
+        nonlocal at
+        token, at = tokens[at], at + 1
+        if token == "(":
+            value = operation("+-", lambda: operation("*/", atom))
+            if tokens[at] != ")":
+                raise ValueError("unbalanced parentheses")
+            at += 1
+            return value
+        if not token.isdecimal():
+            raise ValueError("not an expression")
+        used.append(int(token))
+        return Fraction(used[-1])
+
+    def operation(ops, operand):
+        nonlocal at
+        value = operand()
+        while tokens[at] in ops:
+            op, at = tokens[at], at + 1
+            right = operand()
+            if op == "/" and right == 0:
+                raise ValueError("division by zero")
+            value = {"+": value.__add__, "-": value.__sub__, "*": value.__mul__, "/": value.__truediv__}[op](right)
+        return value
+
+    value = operation("+-", lambda: operation("*/", atom))
+    if tokens[at] != "end":
+        raise ValueError("not an expression")
+    return value, used
+
+
+def join(a, op, b):
+    """(value, text) of two parts combined; compound parts carry their parentheses."""
+    value = a[0] + b[0] if op == "+" else a[0] - b[0] if op == "-" else a[0] * b[0] if op == "*" else a[0] / b[0]
+    return value, f"({a[1]} {op} {b[1]})"
+
+
+def _bare(text: str) -> str:
+    return text[1:-1] if text.startswith("(") else text
+
+
+def _all(parts):
+    """Every (value, text) that combines all parts; sums and products in one order only."""
+    if len(parts) == 1:
+        yield parts[0]
+    for i in range(len(parts)):
+        for j in range(len(parts)):
+            if i == j:
+                continue
+            rest = [p for k, p in enumerate(parts) if k not in (i, j)]
+            for op in "+-*/":
+                if (op in "+*" and i > j) or (op == "/" and parts[j][0] == 0):
+                    continue
+                yield from _all(rest + [join(parts[i], op, parts[j])])

@@ -1,0 +1,40 @@
+"""The environments by name: `make("sokoban")`, `gymnasium.make("nanoragen/Sokoban-v0")`, `train.py --env sokoban`."""
+
+import difflib
+import importlib
+import inspect
+
+import gymnasium
+
+# file name in this folder (= the name users type) -> class in it
+_CLASSES = {"sokoban": "Sokoban", "frozen_lake": "FrozenLake", "bandit": "Bandit", "countdown": "Countdown"}
+
+
+def names() -> list[str]:
+    """The names that `make` takes."""
+    return list(_CLASSES)
+
+
+def env_class(name: str) -> type:
+    """The class behind a name. ValueError with the nearest name when there is none."""
+    if name not in _CLASSES:
+        near = difflib.get_close_matches(str(name), _CLASSES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"env: there is no environment {name!r}; {hint}valid: {', '.join(names())}")
+    return getattr(importlib.import_module(f"nanoragen.envs.{name}"), _CLASSES[name])
+
+
+def make(name: str, **options):
+    """A fresh environment. `options` are the keyword arguments of its class (`boxes=2`); ValueError names a wrong one."""
+    cls = env_class(name)
+    valid = [p for p in inspect.signature(cls).parameters]
+    for key in options:
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"env: {name} has no option {key!r}; {hint}valid: {', '.join(valid) or 'none'}")
+    return cls(**options)
+
+
+for _name, _cls in _CLASSES.items():
+    gymnasium.register(id=f"nanoragen/{_cls}-v0", entry_point=f"nanoragen.envs.{_name}:{_cls}")

@@ -1,0 +1,14 @@
+"""nanoragen: see, understand and prevent template collapse in multi-turn agents.
+
+The folders `kernels/` and `envs/` of a checkout are the packages `nanoragen.kernels` and `nanoragen.envs`. They are never
+imported under their bare names: `kernels` is also a Hugging Face package that transformers imports when it is installed.
+In a wheel they lie inside this package; in a checkout the line below looks for them beside it.
+"""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+_root = Path(__file__).resolve().parent.parent
+if (_root / "envs" / "base.py").is_file():
+    __path__.append(str(_root))

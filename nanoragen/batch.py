@@ -1,0 +1,55 @@
+"""Episodes to tensors: right padding, masks, turn index.
+
+Masks come from the episodes (that is, from the sampler), never from looking for an id, so the padding id may be the
+end-of-turn id. Padding is on the right: position ids are 0, 1, 2, ... without being given, as for an episode alone.
+B episodes, T tokens of the longest. Left out for now: packing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor  # [B, T] long, padded on the right
+    attention_mask: torch.Tensor  # [B, T] long, 1 on everything but padding
+    mask: torch.Tensor  # [B, T] bool, True on exactly the ids that the model sampled
+    turn: torch.Tensor  # [B, T] long, turn index (from 0) of a sampled id, -1 elsewhere
+
+    def to(self, device) -> "Batch":
+        return Batch(*(t.to(device) for t in (self.ids, self.attention_mask, self.mask, self.turn)))
+
+    def select(self, rows: torch.Tensor) -> "Batch":
+        """These rows, padded no further than their longest. rows: [b] long."""
+        rows = rows.to(self.ids.device)
+        T = int(self.attention_mask[rows].sum(1).max())
+        return Batch(*(t[rows, :T] for t in (self.ids, self.attention_mask, self.mask, self.turn)))
+
+
+def make_batch(episodes, pad_id: int) -> Batch:
+    """Episodes (at least one) as one Batch on the CPU."""
+    B, T = len(episodes), max(len(e.ids) for e in episodes)
+    ids = torch.full((B, T), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros(B, T, dtype=torch.long)
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    turn = torch.full((B, T), -1, dtype=torch.long)
+    for b, episode in enumerate(episodes):
+        n = len(episode.ids)
+        ids[b, :n] = torch.tensor(episode.ids)
+        attention_mask[b, :n] = 1
+        mask[b, :n] = torch.tensor(episode.mask, dtype=torch.bool)
+        for i, t in enumerate(episode.turns):
+            turn[b, t.start : t.end] = i
+    return Batch(ids, attention_mask, mask, turn)
+
+
+def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int) -> list[torch.Tensor]:
+    """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
+
+    Alike in length so that little is padding; longest first so that memory runs out at once or never.
+    """
+    if max_rows < 1:
+        raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
+    lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu()
+    return list(rows.cpu()[lengths.argsort(descending=True, stable=True)].split(max_rows))

@@ -1,0 +1,126 @@
+"""Play episodes on held-out seeds and sum them up: by a model, at random, or by the environment's own solver.
+
+`evaluate` is what train.py measures itself with and what eval.py prints. Every seed is an instance; with `samples` K, K
+episodes are played of each, which gives pass@k. The 95% interval counts instances, not episodes, as far as episodes of an
+instance end alike. Left out: comparison of two models (give both the same seeds, and compare the files).
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+from nanoragen.envs.registry import make
+from nanoragen.metrics import wilson
+
+COLLAPSE_EPISODES = 64  # the cross matrix grows with their square
+
+
+def evaluate(model, tokenizer, env_name, seeds, sampling, *, env_options=None, samples=1, policy="model", seed=0, diagnose=False,
+             progress=None):  # fmt: skip
+    """Returns (metrics, episodes); episodes of one seed stand together.
+
+    metrics: success with its 95% interval success_low to success_high, return (mean sum of rewards), turns, parse_rate, episodes
+    (how many), instances, tokens (sampled, an episode), pass@k for k = 1, 2, 4, ... samples, and with `diagnose` the collapse
+    metrics of the first turns (none where there is no reasoning).
+
+    policy: "model" (draws from torch's global random numbers, the caller seeds them), "random" or "demonstrate" (model and
+    tokenizer may be None; `seed` seeds the random one).
+    """
+    groups = [g for g in range(len(seeds)) for _ in range(samples)]
+    each = [seeds[g] for g in groups]
+    if policy == "model":
+        from nanoragen.rollout import rollout
+
+        envs = [make(env_name, **(env_options or {})) for _ in each]
+        episodes = rollout(model, tokenizer, envs, each, groups, sampling, env_name=env_name, progress=progress)
+    else:
+        env, rng = make(env_name, **(env_options or {})), np.random.default_rng(seed)
+        episodes = [_play(env, env_name, s, g, sampling, _actions(env, policy, rng)) for s, g in zip(each, groups)]
+    metrics = summary(episodes, samples)
+    if diagnose and policy == "model":
+        from nanoragen import collapse
+
+        found = collapse.measure(model, episodes[:COLLAPSE_EPISODES], temperature=sampling.temperature or 1.0, seed=seed)
+        metrics.update({f"collapse_first_turn_sample/{k}": v for k, v in found.items()})
+    return metrics, episodes
+
+
+def summary(episodes, samples: int = 1) -> dict:
+    """The figures of episodes that lie in blocks of `samples` for each instance."""
+    turns = [t for e in episodes for t in e.turns]
+    solved = np.array([e.success for e in episodes], dtype=float).reshape(-1, samples)  # [instances, K]
+    low, high = interval(solved)
+    ks = sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+    return {
+        "success": float(solved.mean()),
+        "success_low": low,
+        "success_high": high,
+        "return": float(np.mean([e.reward for e in episodes])),
+        "turns": len(turns) / len(episodes),
+        "parse_rate": sum(t.parsed for t in turns) / max(1, len(turns)),
+        "episodes": len(episodes),
+        "instances": len(solved),
+        "actions": sum(len(t.actions) for t in turns) / len(episodes),
+        "tokens": sum(e.num_tokens for e in episodes) / len(episodes),
+        "truncated_by_turns": sum(e.truncated == "turns" for e in episodes) / len(episodes),
+        "truncated_by_context": sum(e.truncated == "context" for e in episodes) / len(episodes),
+        **({f"pass@{k}": pass_at(solved, k) for k in ks} if samples > 1 else {}),
+    }
+
+
+def interval(solved) -> tuple[float, float]:
+    """95% interval of the success rate from solved [instances, K] of 0 and 1.
+
+    Wilson's, on the number of independent episodes that would spread as much as the instances' means do (the design
+    effect of a cluster sample): instances * K if episodes of an instance are independent, instances if they end alike.
+    """
+    n, K = solved.shape
+    p, effective = solved.mean(), float(n * K)
+    if K > 1:
+        spread = solved.mean(1).var(ddof=1) / n if n > 1 else 0.0
+        independent = p * (1 - p) / spread if spread > 0 else n * K
+        effective = min(max(independent, n), n * K) if 0 < p < 1 else n
+    return wilson(p * effective, effective)
+
+
+def pass_at(solved, k: int) -> float:
+    """Chance that one of k episodes of an instance succeeds (unbiased, Chen et al. 2021, eq. 1). solved [instances, K]."""
+    K = solved.shape[1]
+    return float(np.mean([1 - math.comb(K - int(c), k) / math.comb(K, k) for c in solved.sum(1)]))
+
+
+def _actions(env, policy, rng):
+    """Makes an endless or finite iterator of actions for a fresh episode; each is asked for in the state as it is then."""
+    if policy == "demonstrate":
+        return env.demonstrate
+    if hasattr(env, "random_action"):
+        return lambda: (env.random_action(rng) for _ in itertools.count())
+    return lambda: (env.actions[rng.integers(len(env.actions))] for _ in itertools.count())  # the bandit's from reset on
+
+
+def _play(env, name, seed, group, sampling, actions):
+    """One episode without a model, under the turn limits and charges of `rollout`: an Episode without ids."""
+    from nanoragen.rollout import Episode, Turn
+
+    state, info = env.reset(seed=seed)
+    episode = Episode(name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"])
+    max_turns, max_actions = sampling.max_turns or env.max_turns, sampling.max_actions_per_turn or env.max_actions_per_turn
+    plan = iter(actions())
+    while not (episode.terminated or episode.truncated):
+        shown, executed, total = state, [], 0.0
+        for action in itertools.islice(plan, max_actions):
+            state, reward, terminated, truncated, info = env.step(action)
+            executed.append(action)
+            total += float(reward)
+            episode.success, episode.terminated = bool(info["success"]), bool(terminated)
+            episode.truncated = "env" if truncated and not terminated else ""
+            if terminated or truncated:
+                break
+        reply = f"</think><answer>{' || '.join(executed)}</answer>"
+        episode.turns.append(Turn(0, 0, 0, shown, reply, executed, True, total))
+        if not (episode.terminated or episode.truncated) and len(episode.turns) == max_turns:
+            episode.truncated = "turns"
+            unused = max_turns * max_actions - sum(len(t.actions) for t in episode.turns)
+            episode.turns[-1].reward += env.step_reward * unused
+    return episode

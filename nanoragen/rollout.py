@@ -1,0 +1,391 @@
+"""Rollouts: many episodes at once, turn by turn, with Hugging Face `generate`.
+
+Invariants (DESIGN section 4):
+- A turn's context is the previous context + the sampled ids + the new observation in its glue. Nothing is re-tokenised.
+- `Episode.mask` is 1 on exactly the ids the model sampled (its own end of turn included). It is written down as they
+  are sampled, never found again by value, so padding id = end-of-turn id does not matter.
+- Ids are drawn from softmax(logits / temperature) and nothing else, whatever the model's own generation config says.
+
+Two ways to the same tokens. The plain one (`PlainContexts`) encodes every context anew each turn. The fast one
+(`CachedContexts`) encodes a prompt that several episodes share once, and keeps keys and values from turn to turn, so
+that a turn costs its new tokens only.
+
+Left out on purpose: log-probs while sampling (the trainer scores the same ids), environments in other processes, new
+episodes joining a running batch. B episodes still playing, C columns of their contexts.
+"""
+
+import math
+import numbers
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from nanoragen.chat import Chat, parse_reply, reasoning_span
+
+UNREADABLE = "That reply could not be read. Reply with <think>...</think><answer>...</answer>.\n"
+
+
+@dataclass
+class Turn:
+    """One reply: its ids are episode.ids[start:end], its reasoning episode.ids[start:think_end] (empty if unparsed)."""
+
+    start: int
+    end: int
+    think_end: int
+    observation: str  # what the model was shown
+    reply: str  # what it answered after "<think>", without its end of turn
+    actions: list[str]  # those that were executed
+    parsed: bool
+    reward: float
+
+
+@dataclass
+class Episode:
+    """ids: prompt, replies, observations; mask: 1 on the sampled ids. truncated: "" | "turns" | "context" | "env"."""
+
+    env: str
+    seed: int
+    group: int
+    ids: list[int]
+    mask: list[int]
+    turns: list[Turn] = field(default_factory=list)
+    terminated: bool = False
+    truncated: str = ""
+    success: bool = False
+    instruction: str = ""
+    observation: str = ""  # the first one
+
+    @property
+    def reward(self) -> float:
+        return float(sum(t.reward for t in self.turns))
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(self.mask)
+
+    @property
+    def messages(self) -> list[dict]:
+        """The conversation as role/content dicts, for reading."""
+        out = [{"role": "system", "content": self.instruction}]
+        if not self.turns:
+            out.append({"role": "user", "content": self.observation})
+        for t in self.turns:
+            out += [{"role": "user", "content": t.observation}, {"role": "assistant", "content": "<think>" + t.reply}]
+        return out
+
+
+@dataclass
+class Sampling:
+    """How to play. None = the environment's or the model's own value."""
+
+    temperature: float = 1.0  # 0 = greedy
+    max_tokens: int = 64  # of one reply
+    max_turns: int | None = None
+    max_actions_per_turn: int | None = None
+    max_context: int | None = None  # tokens; never more than the model has positions for
+    format_penalty: float = -0.1  # reward of a reply that does not parse
+    rollout_batch: int | None = None  # episodes generated at a time, None = all
+    keep_cache: bool = True  # False: the plain path
+
+    def __post_init__(self):
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: {self.temperature}; valid: 0 (greedy) or more")
+        for name in ("max_tokens", "max_turns", "max_actions_per_turn", "max_context", "rollout_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value}; valid: 1 or more")
+
+
+def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progress=None) -> list[Episode]:
+    """Play one episode in each environment, and return them in the same order.
+
+    envs, seeds, groups: one each an episode; an environment is reset here with its seed. Episodes of a group with the
+    same seed must get the same prompt (ValueError if not). progress: called with a line of text before each turn.
+    Uses torch's global random numbers. A reward that is no finite number is a ValueError naming environment and seed,
+    logits that are NaN a FloatingPointError naming the turn. Score the ids in the precision (autocast) of this call.
+
+    A reply that does not parse earns `format_penalty` and the environment does not move. An episode ends as
+    `terminated` by its environment, or as `truncated`: out of turns (then the last turn is also charged env.step_reward
+    for each action left unused, so that doing nothing is not the cheapest way to fail), out of context (perhaps with no
+    turn at all), or by the environment.
+    """
+    if not len(envs) == len(seeds) == len(groups):
+        raise ValueError(f"envs, seeds, groups: lengths {len(envs)}, {len(seeds)}, {len(groups)}; valid: all equal")
+    chat = Chat(tokenizer)
+    tables = [_Table(env, env_name, seed, group, chat, sampling) for env, seed, group in zip(envs, seeds, groups)]
+    prompts = {}
+    for t in tables:
+        if prompts.setdefault((t.episode.group, t.episode.seed), t.episode.ids) != t.episode.ids:
+            raise ValueError(f"env: {t.name} gave two different first observations; valid: reset(seed) alone decides")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = min(sampling.max_context or math.inf, positions or math.inf)
+    with _sampling_mode(model):
+        for rows in _chunks(groups, sampling.rollout_batch or len(tables)):
+            _play([tables[r] for r in rows], model, chat, sampling, limit, progress)
+    return [t.episode for t in tables]
+
+
+def _chunks(groups, size: int):
+    """Lists of at most `size` episode numbers, whole groups where they fit (so that their prompt is encoded once)."""
+    members = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    chunk = []
+    for rows in members.values():
+        if chunk and len(chunk) + len(rows) > size:
+            yield chunk
+            chunk = []
+        chunk = chunk + rows
+        while len(chunk) > size:
+            yield chunk[:size]
+            chunk = chunk[size:]
+    if chunk:
+        yield chunk
+
+
+def _play(tables, model, chat, sampling, limit, progress):
+    """Play these episodes to their ends, all in step."""
+    tables = [t for t in tables if not t.out_of_context(len(t.episode.ids), limit)]
+    keep = sampling.keep_cache and _can_keep_cache(model)
+    contexts = (CachedContexts if keep else PlainContexts)(model, chat, sampling, [t.episode.ids for t in tables])
+    turn = 0
+    while tables:
+        turn += 1
+        if progress:
+            progress(f"turn {turn}: {len(tables)} episodes")
+        staying, glue = [], []
+        for row, (table, reply_ids) in enumerate(zip(tables, contexts.sample(turn))):
+            observation = table.take(reply_ids)
+            if table.over:
+                continue
+            follow = chat.follow(reply_ids, observation)
+            if not table.out_of_context(len(table.episode.ids) + len(follow), limit):
+                table.show(observation, follow)
+                staying.append(row)
+                glue.append(follow)
+        tables = [tables[row] for row in staying]
+        if tables:
+            contexts.follow(staying, glue)
+
+
+class _Table:
+    """One episode with the environment it is played in."""
+
+    def __init__(self, env, env_name, seed, group, chat, sampling):
+        self.env, self.chat, self.sampling = env, chat, sampling
+        self.name = f"{env_name} (seed {seed})"
+        self.max_turns = sampling.max_turns or env.max_turns
+        self.max_actions = sampling.max_actions_per_turn or env.max_actions_per_turn
+        self.state, info = env.reset(seed=seed)  # the environment's text, without any remark of ours
+        self._check_text(self.state)
+        ids = chat.prompt(env.instruction, self.state)
+        self.episode = Episode(env_name, int(seed), int(group), ids, [0] * len(ids), instruction=env.instruction)
+        self.episode.observation = self.shown = self.state
+        self.episode.success = bool(info.get("success", False))
+
+    @property
+    def over(self) -> bool:
+        return self.episode.terminated or bool(self.episode.truncated)
+
+    def out_of_context(self, length: int, limit: float) -> bool:
+        """Whether a context of this length leaves no room for a reply; if so the episode is over."""
+        if length + self.sampling.max_tokens <= limit:
+            return False
+        episode = self.episode
+        episode.truncated = "context"
+        if len(episode.ids) > limit:  # a first prompt: nothing was sampled, and no forward pass may fail on it
+            episode.ids, episode.mask = episode.ids[: int(limit)], episode.mask[: int(limit)]
+        return True
+
+    def show(self, observation: str, glue: list[int]):
+        """The next turn begins: its observation, and the ids that carry it."""
+        self.shown = observation
+        self.episode.ids += glue
+        self.episode.mask += [0] * len(glue)
+
+    def take(self, reply_ids: list[int]) -> str:
+        """Record a reply, act on it, and return the next observation."""
+        episode, start = self.episode, len(self.episode.ids)
+        episode.ids += reply_ids
+        episode.mask += [1] * len(reply_ids)
+        text = self.chat.reply_text(reply_ids)
+        reply = parse_reply(text)
+        executed, reward = self._act(reply.actions) if reply.parsed else ([], self.sampling.format_penalty)
+        thought = reasoning_span(reply_ids, self.chat.tokenizer) if reply.parsed and reply.reasoning else 0
+        episode.turns.append(
+            Turn(start, len(episode.ids), start + thought, self.shown, text, executed, reply.parsed, float(reward))
+        )
+        if not self.over and len(episode.turns) == self.max_turns:
+            episode.truncated = "turns"
+            unused = self.max_turns * self.max_actions - sum(len(t.actions) for t in episode.turns)
+            episode.turns[-1].reward += self.env.step_reward * unused
+        return self.state if reply.parsed else UNREADABLE + self.state
+
+    def _act(self, actions) -> tuple[list[str], float]:
+        """Step the environment through the actions of one reply. Returns those executed and their summed reward."""
+        executed, total = [], 0.0
+        for action in actions[: self.max_actions]:
+            self.state, reward, terminated, truncated, info = self.env.step(action)
+            self._check_text(self.state)
+            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+                raise ValueError(f"env: {self.name} returned the reward {reward!r}; valid: a finite number")
+            executed.append(action)
+            total += float(reward)
+            self.episode.success = bool(info.get("success", False))
+            self.episode.terminated = bool(terminated)
+            if truncated and not terminated:
+                self.episode.truncated = "env"
+            if self.over:
+                break
+        return executed, total
+
+    def _check_text(self, observation):
+        if not isinstance(observation, str):
+            raise ValueError(f"env: {self.name} returned the observation {observation!r:.80}; valid: text")
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+class PlainContexts:
+    """The contexts of the episodes still playing, encoded anew each turn: the twin of CachedContexts."""
+
+    def __init__(self, model, chat, sampling, contexts):
+        self.model, self.chat, self.sampling, self.contexts = model, chat, sampling, [list(c) for c in contexts]
+
+    def sample(self, turn: int) -> list[list[int]]:
+        """One reply for each context: its sampled ids, up to and including the first that ends a turn."""
+        ids, mask = _pad_left(self.contexts, _pad_id(self.chat), self.model.device)
+        out = _generate(self.model, self.chat, self.sampling, turn, input_ids=ids, attention_mask=mask)
+        self.replies = _cut(out[:, ids.shape[1] :], self.chat.end_ids)
+        return self.replies
+
+    def follow(self, rows: list[int], glue: list[list[int]]):
+        """These rows play on, with these ids after their replies; the others leave."""
+        self.contexts = [self.contexts[row] + self.replies[row] + g for row, g in zip(rows, glue)]
+
+
+class CachedContexts:
+    """The same with keys and values kept from turn to turn, and a prompt that rows share encoded once.
+
+    A row is ids [C] with mask [C]. A reply shorter than the longest leaves a hole, columns with mask 0 in mid-row. They
+    are never attended to, and `generate` derives positions from the mask, so a row's positions run on as if there were
+    none. The cache covers all columns but the last: the last sampled id has not been through the model yet.
+    """
+
+    def __init__(self, model, chat, sampling, contexts):
+        self.model, self.chat, self.sampling = model, chat, sampling
+        if not contexts:
+            return
+        prompts = list(dict.fromkeys(tuple(c) for c in contexts))
+        number = {p: i for i, p in enumerate(prompts)}
+        rows = torch.tensor([number[tuple(c)] for c in contexts], device=model.device)
+        ids, mask = _pad_left(prompts, _pad_id(chat), model.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = model(
+            input_ids=ids[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=positions[:, :-1],
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache_name = "cache" if "cache" in out else "past_key_values"  # renamed within transformers 5
+        self.cache = out[self.cache_name]
+        self.cache.batch_select_indices(rows)
+        self.ids, self.mask = ids[rows], mask[rows]
+
+    def sample(self, turn: int) -> list[list[int]]:
+        C = self.ids.shape[1]
+        self.ids = _generate(
+            self.model, self.chat, self.sampling, turn,
+            input_ids=self.ids, attention_mask=self.mask, **{self.cache_name: self.cache},
+        )  # fmt: skip
+        replies = _cut(self.ids[:, C:], self.chat.end_ids)
+        lengths = torch.tensor([len(r) for r in replies], device=self.ids.device)
+        sampled = torch.arange(self.ids.shape[1] - C, device=self.ids.device) < lengths[:, None]
+        self.mask = torch.cat([self.mask, sampled.to(self.mask.dtype)], dim=1)
+        return replies
+
+    def follow(self, rows: list[int], glue: list[list[int]]):
+        if len(rows) < len(self.ids):
+            index = torch.tensor(rows, device=self.ids.device)
+            self.cache.batch_select_indices(index)
+            self.ids, self.mask = self.ids[index], self.mask[index]
+        ids, mask = _pad_left(glue, _pad_id(self.chat), self.ids.device)
+        self.ids, self.mask = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
+
+
+def _can_keep_cache(model) -> bool:
+    """Whether every layer keeps all keys and values: a sliding window would count the holes as tokens."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers)
+
+
+@contextmanager
+def _sampling_mode(model):
+    """No gradients, no dropout, and a blank generation config: `generate` fills unset options from the model's own."""
+    from transformers import GenerationConfig
+
+    own, training = model.generation_config, model.training
+    model.generation_config = GenerationConfig()
+    model.eval()  # also what keeps gradient checkpointing from switching the cache off
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.generation_config = own
+        model.train(training)
+
+
+def _generate(model, chat, sampling, turn, **inputs) -> torch.Tensor:
+    """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right."""
+    from transformers import GenerationConfig
+
+    draw = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(
+        **(draw if sampling.temperature > 0 else {"do_sample": False}),
+        max_new_tokens=sampling.max_tokens, eos_token_id=chat.end_ids, pad_token_id=_pad_id(chat), use_cache=True,
+    )  # fmt: skip
+    guard = _NanGuard()
+    out = model.generate(**inputs, generation_config=config, logits_processor=[guard])
+    if guard.bad is not None and bool(guard.bad):
+        raise FloatingPointError(
+            f"generate: the model's logits are NaN or infinite in turn {turn}; its weights are broken"
+        )
+    return out
+
+
+class _NanGuard:
+    """A logits processor that notes broken rows and blanks them: drawing from NaN aborts a CUDA process. No sync."""
+
+    bad = None
+
+    def __call__(self, input_ids, scores):
+        broken = ~scores.amax(-1, keepdim=True).isfinite()  # [B, 1]; NaN, +inf, or nothing but -inf
+        self.bad = broken.any() if self.bad is None else self.bad | broken.any()
+        return scores.masked_fill(broken, 0.0)
+
+
+def _pad_id(chat) -> int:
+    pad = chat.tokenizer.pad_token_id
+    return chat.end_ids[0] if pad is None else pad
+
+
+def _pad_left(rows, pad_id, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists of ids as (ids, mask), both [B, C] long, padded on the left."""
+    C = max(len(r) for r in rows)
+    ids = torch.tensor([[pad_id] * (C - len(r)) + list(r) for r in rows], device=device)
+    mask = torch.tensor([[0] * (C - len(r)) + [1] * len(r) for r in rows], device=device)
+    return ids, mask
+
+
+def _cut(new: torch.Tensor, end_ids) -> list[list[int]]:
+    """The replies in new [B, R]: each up to and including its first id that ends a turn, whole where there is none."""
+    replies = []
+    for row in new.tolist():
+        end = next((i for i, id in enumerate(row) if id in end_ids), len(row) - 1)
+        replies.append(row[: end + 1])
+    return replies

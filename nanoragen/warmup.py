@@ -1,0 +1,331 @@
+"""How the bundled model was made, runnable: `python -m nanoragen.warmup --out my-nano --steps 3000`.
+
+A tiny Qwen2 decoder and its byte-level BPE, trained from nothing on demonstrations of the bundled environments. What
+reinforcement learning needs from such a start, and where it comes from:
+
+- **Room to improve, and variance inside a group.** A demonstrator has a solver, but it errs: with `plan_noise` a turn's
+  plan is random, with `hand_noise` the plan is right and the answer is not. So the model knows more than it plays.
+- **Reasoning that depends on the input.** It is generated from the state ("the box is 1 down 2 left of me"), relating
+  things rather than copying coordinates, which is also what a small model can act on.
+- **Reasoning with entropy.** Every sentence has many phrasings, or H(Z|X) would start at 0 and could not be seen to move.
+
+Data is generated as it is consumed and never repeats: no epochs, no files. Left out on purpose: web text. This model knows
+four games, not English.
+"""
+
+import argparse
+import copy
+import json
+import re
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from nanoragen.envs.base import WARMUP_SEEDS
+from nanoragen.envs.countdown import join
+from nanoragen.envs.registry import make
+
+# share of episodes, and how often a demonstrator errs: measured so that it wins about half its episodes at most
+MIXTURE = {"sokoban": 0.55, "frozen_lake": 0.2, "bandit": 0.05, "countdown": 0.2}
+PLAN_NOISE = {"sokoban": 0.10, "frozen_lake": 0.15, "bandit": 0.15, "countdown": 0.15}
+HAND_NOISE = {"sokoban": 0.45, "frozen_lake": 0.50, "bandit": 0.40, "countdown": 0.30}
+OBSERVATION_WEIGHT = 0.1  # of the loss on later observations: predicting them teaches what moves do
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]  # one token each, but plain text to the decoder
+# One token a grid cell, a digit, a word: rows must not melt into single tokens that hide what lies in them.
+PIECES = r"\n| ?[0-9]| ?[A-Z](?![a-z])| ?[A-Z]?[a-z]+| ?[^\sA-Za-z0-9]|\s+"
+
+
+# -- demonstrations ----------------------------------------------------------------------------------------------------
+
+
+def say(rng, text: str) -> str:
+    """One phrasing of a text with alternatives in braces: "{so|then} go" -> "so go" or "then go"."""
+    return re.sub(r"\{([^{}]*)\}", lambda m: str(rng.choice(m[1].split("|"))), text)
+
+
+def offset(rows: int, columns: int) -> str:
+    """A displacement in words: (2, -1) -> "2 down 1 left"."""
+    parts = [f"{abs(rows)} {'down' if rows > 0 else 'up'}"] if rows else []
+    parts += [f"{abs(columns)} {'right' if columns > 0 else 'left'}"] if columns else []
+    return " ".join(parts) or "right there"
+
+
+def think_sokoban(env, plan, rng) -> str:
+    def rows_columns(cell):
+        return np.array(divmod(cell, env.width))
+
+    here = rows_columns(env.player)
+    loose = sorted(env.boxes - env.targets) or sorted(env.boxes)
+    box = min(loose, key=lambda b: abs(rows_columns(b) - here).sum())
+    goals = sorted(env.targets - env.boxes) or sorted(env.targets)
+    target = min(goals, key=lambda t: abs(rows_columns(t) - rows_columns(box)).sum())
+    return (
+        say(rng, f"{{the box|box|my box}} {{is|lies|sits}} {offset(*rows_columns(box) - here)}{{,|;|.}} ")
+        + say(rng, f"{{the target|target|its target|goal}} {{is|lies|sits}} {offset(*rows_columns(target) - here)}{{,|;|.}} ")
+        + go(plan, rng)
+    )
+
+
+def think_frozen_lake(env, plan, rng) -> str:
+    row, column = divmod(env.position, env.size)
+    ahead = offset(env.size - 1 - row, env.size - 1 - column)
+    holes = env.render().rsplit("beside you ", 1)[1]
+    danger = "{no hole near|safe here|all ice}" if holes == "none" else "{hole|a hole|water|danger} " + holes
+    return say(rng, f"{{the goal|goal|my goal|G}} {{is|lies|sits}} {ahead}{{,|;|.}} {danger}{{,|;|.}} ") + go(plan, rng)
+
+
+def think_bandit(env, plan, rng) -> str:
+    best, other = env.better.lower(), next(a for a in env.actions if a != env.better).lower()
+    claim = rng.choice([f"{best} {{is worth more|is finer|is better|is richer}} than {other}", f"{other} {{is poorer|is worse|is cheaper}} than {best}"])
+    return say(rng, f"{{I think|it seems|surely|clearly}} {claim}{{,|;|.}} {{so|then|now|hence}} {{I pull|pull|I take|take}} {plan[0].lower()}")
+
+
+def think_countdown(env, plan, rng) -> str:
+    """The plan worked out from the inside: "I need 19; 8 + 6 is 14, 5 + 14 is 19, right"."""
+    text, steps = f"({plan[0]})", []
+    while text.startswith("("):
+        inner = re.search(r"\(([^()]+)\)", text)
+        left, op, right = inner[1].split(" ")
+        value = join((Fraction(left), ""), op, (Fraction(right), ""))[0]
+        steps.append(say(rng, f"{inner[1]} {{is|gives|makes}} {value}"))
+        text = text.replace(inner[0], str(value), 1)
+    verdict = "{right|good|that is it|done}" if value == env.target else "{not it|wrong|no|off}"
+    return say(rng, f"{{I need|need|target|the target is}} {env.target}{{,|;|.}} {{try|take|use|say}} {', '.join(steps)}{{,|;|.}} {verdict}")
+
+
+def go(plan, rng) -> str:
+    """The end of a thought: the moves it came to."""
+    return say(rng, "{so|then|now|hence} {I go|go|I move|move|walk} ") + say(rng, " {then|and|and then} ").join(plan).lower()
+
+
+THINK = {"sokoban": think_sokoban, "frozen_lake": think_frozen_lake, "bandit": think_bandit, "countdown": think_countdown}
+
+
+def demonstration(name: str, env, seed: int, rng, plan_noise=None, hand_noise=None):
+    """One noisy episode.
+
+    Returns (turns, success): turns = [(observation, reply)], reply = "reasoning</think><answer>a || b</answer>".
+    """
+    plan_noise = PLAN_NOISE[name] if plan_noise is None else plan_noise
+    hand_noise = HAND_NOISE[name] if hand_noise is None else hand_noise
+    observation, _ = env.reset(seed=seed)
+    turns, success = [], False
+    for _ in range(env.max_turns):
+        plan = good_plan(env, rng)
+        if not plan or rng.random() < plan_noise:
+            plan = random_plan(name, env, rng)
+        reasoning = THINK[name](env, plan, rng)
+        actions = random_plan(name, env, rng) if rng.random() < hand_noise else plan
+        turns.append((observation, f"{reasoning}</think><answer>{' || '.join(actions)}</answer>"))
+        for action in actions:
+            observation, _, terminated, truncated, info = env.step(action)
+            success = info["success"]
+            if terminated or truncated:
+                return turns, success
+    return turns, success
+
+
+def random_plan(name: str, env, rng) -> list[str]:
+    """What a demonstrator answers that does not think: any actions (countdown: any expression of the numbers)."""
+    if name == "countdown":
+        return [env.random_action(rng)]
+    count = int(rng.integers(1, env.max_actions_per_turn + 1))
+    return [str(rng.choice(env.actions)) for _ in range(count)]
+
+
+def good_plan(env, rng) -> list[str]:
+    """Up to a turn's worth of good actions, played out on a copy."""
+    env, plan = copy.copy(env), []
+    for _ in range(env.max_actions_per_turn):
+        best = env.best_actions()
+        if not best:
+            break
+        plan.append(str(rng.choice(best)))
+        if env.step(plan[-1])[2]:
+            break
+    return plan
+
+
+# -- tokenizer and model -----------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts, vocab_size: int):
+    """Byte-level BPE on an iterator of texts, as a transformers tokenizer with the chat template and tags above."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(TAGS), special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False, model_max_length=2048,
+    )  # fmt: skip
+
+
+def new_model(tokenizer, hidden: int, layers: int):
+    """A Qwen2 decoder of about 12 * layers * hidden^2 parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    end = tokenizer.eos_token_id
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+            num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, max_position_embeddings=2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True,
+            initializer_range=0.02, bos_token_id=None, eos_token_id=end, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+    )
+
+
+def encode(chat, instruction: str, turns):
+    """An episode as (ids, weights): weight 1 on replies with their end of turn, a little on later observations."""
+    ids = chat.prompt(instruction, turns[0][0])
+    weights = [0.0] * len(ids)
+    for i, (_, reply) in enumerate(turns):
+        sampled = chat.tokenizer(reply, add_special_tokens=False)["input_ids"] + [chat.tokenizer.eos_token_id]
+        ids, weights = ids + sampled, weights + [1.0] * len(sampled)
+        if i + 1 < len(turns):
+            glue = chat.follow(sampled, turns[i + 1][0])
+            ids, weights = ids + glue, weights + [OBSERVATION_WEIGHT] * len(glue)
+    return ids, weights
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Endless demonstrations: a fresh seed each, environments drawn by MIXTURE."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+        self.envs = {name: make(name) for name in MIXTURE}
+
+    def episode(self):
+        name = str(self.rng.choice(list(MIXTURE), p=list(MIXTURE.values())))
+        env = self.envs[name]
+        turns, _ = demonstration(name, env, int(self.rng.integers(WARMUP_SEEDS.start, WARMUP_SEEDS.stop)), self.rng)
+        return env.instruction, turns
+
+    def batches(self, chat, tokens: int):
+        """Lists of encoded episodes of similar length, about `tokens` padded tokens each."""
+        while True:
+            pool = sorted((encode(chat, *self.episode()) for _ in range(256)), key=lambda e: len(e[0]))
+            batches, batch = [], []
+            for e in pool:
+                if batch and len(e[0]) * (len(batch) + 1) > tokens:
+                    batches.append(batch)
+                    batch = []
+                batch.append(e)
+            for i in self.rng.permutation(len(batches)):  # the longest few wait for no one: they are dropped
+                yield batches[i]
+
+
+def loss_fn(model, batch, pad_id: int):
+    """Weighted next-token cross-entropy of a batch of (ids, weights); also the plain one over replies alone."""
+    import torch
+
+    width = max(len(ids) for ids, _ in batch)
+    ids = torch.tensor([i + [pad_id] * (width - len(i)) for i, _ in batch])
+    weights = torch.tensor([w + [0.0] * (width - len(w)) for _, w in batch])
+    # Right padding and causal attention: no token that counts ever sees a pad, so no mask is needed.
+    logits = model(input_ids=ids).logits[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    weights = weights[:, 1:].flatten()
+    replies = weights == 1
+    return (nll * weights).sum() / weights.sum(), nll[replies].mean().item()
+
+
+def train(args):
+    import torch
+    from nanoragen.chat import Chat
+
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    stream = Stream(args.seed)
+    if args.resume:
+        from nanoragen.model import load
+
+        model, tokenizer = load(args.resume)
+    else:
+        texts = (f"{i}\n{o}\n{r}" for i, turns in (stream.episode() for _ in range(3000)) for o, r in turns)
+        tokenizer = train_tokenizer(texts, args.vocab)
+        model = new_model(tokenizer, args.hidden, args.layers)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}", flush=True)
+    # Muon for the matrices of the blocks (about half the steps of AdamW here), AdamW for the rest.
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    chat, out, start = Chat(tokenizer), Path(args.out), time.time()
+    batches, seen, smooth = stream.batches(chat, args.tokens), 0, None
+    for step in range(1, args.steps + 1):
+        # linear warm-up, flat, then linear decay over the last 40%
+        scale = min(step / 50, 1.0, max(0.02, (args.steps - step) / (0.4 * args.steps)))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * scale
+        batch = next(batches)
+        loss, reply_nll = loss_fn(model, batch, tokenizer.pad_token_id)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        seen += sum(len(ids) for ids, _ in batch)
+        smooth = reply_nll if smooth is None else 0.98 * smooth + 0.02 * reply_nll
+        if step % 50 == 0:
+            speed = seen / (time.time() - start)
+            print(f"step {step} reply nll {smooth:.4f} nats/token, {seen / 1e6:.1f}M tokens, {speed:.0f} tokens/s", flush=True)
+        if step % args.save_every == 0 or step == args.steps:
+            save(model, tokenizer, out)
+            (out / "warmup.json").write_text(json.dumps({**vars(args), "steps_done": step, "tokens": seen}, indent=1))
+
+
+def save(model, tokenizer, folder: Path):
+    """A Hugging Face folder with bf16 weights: half the size, and loaded back as fp32."""
+    import torch
+
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    half.generation_config.eos_token_id = tokenizer.eos_token_id
+    half.generation_config.pad_token_id = tokenizer.pad_token_id
+    half.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m nanoragen.warmup", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--out", required=True, help="folder of the new model")
+    parser.add_argument("--resume", help="go on from this model folder instead of from nothing")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--tokens", type=int, default=6144, help="padded tokens of a batch")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab", type=int, default=768)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save_every", type=int, default=500)
+    train(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Standing still must not pay. Policies are played through the rollout's own reward rules, with a scripted model."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nanoragen"))
+from helpers import byte_tokenizer, play, script, tiny_model  # noqa: E402
+
+from nanoragen.envs.registry import make, names  # noqa: E402
+from nanoragen.rollout import Sampling, rollout  # noqa: E402
+
+TOKENIZER = byte_tokenizer()
+SEEDS = range(4)
+SILENT = "I wait and see"
+
+
+def answer(*actions):
+    return f"so</think><answer>{' || '.join(actions)}</answer>"
+
+
+@functools.cache
+def episode(name, seed, reply):
+    """One episode of a policy that always gives the same reply (text after the prompt's "<think>")."""
+    model = script(tiny_model(TOKENIZER, positions=8192), play(*[reply] * 9, tokenizer=TOKENIZER))
+    sampling = Sampling(max_tokens=200, keep_cache=False)  # nothing to cache: the model is never asked
+    (played,) = rollout(model, TOKENIZER, [make(name)], [seed], [0], sampling, env_name=name)
+    return played
+
+
+@functools.cache
+def failing(name, seed):
+    """Rewards of episodes that act and fail: whatever fixed answer, as long as it names actions."""
+    env = make(name)
+    env.reset(seed=seed)
+    if name == "countdown":
+        choices = [[" + ".join(map(str, env.numbers))], [" - ".join(map(str, env.numbers))]]
+    elif name == "bandit":
+        choices = [[a] for a in env.actions]
+    else:
+        choices = [[a, b] for a, b in zip(env.actions, env.actions[1:] + env.actions[:1])] + [[a] for a in env.actions]
+    played = [episode(name, seed, answer(*c)) for c in choices]
+    assert all(t.parsed for e in played for t in e.turns)
+    return [e.reward for e in played if not e.success]
+
+
+@pytest.mark.parametrize("name", names())
+def test_never_acting_is_worse_than_trying_and_failing(name):
+    env = make(name)
+    unused = env.max_turns * env.max_actions_per_turn * env.step_reward
+    for seed in SEEDS:
+        silent = episode(name, seed, SILENT)
+        assert not silent.success and not any(t.parsed or t.actions for t in silent.turns)
+        assert silent.reward == pytest.approx(-0.1 * env.max_turns + unused)  # a penalty a turn, and nothing saved
+        tried = failing(name, seed)
+        assert tried and min(tried) > silent.reward
+
+
+@pytest.mark.parametrize("name", names())
+def test_answering_without_acting_is_not_better_than_failing(name):
+    for seed in SEEDS:
+        for n in (1, 2, 3):
+            idle = episode(name, seed, answer(*["wait"] * n))
+            assert not idle.success and all(t.parsed for t in idle.turns)
+            assert max(failing(name, seed)) >= idle.reward - 1e-9
+
+
+def test_sokoban_costs_the_same_however_the_turns_are_left_unused():
+    """Ten actions, five, or none that count: -1 from the steps in each case; sparing actions saves nothing."""
+    costs = [episode("sokoban", 0, answer(*["wait"] * n)).reward for n in (1, 2)]
+    assert costs == pytest.approx([-1.0, -1.0])
+    assert episode("sokoban", 0, SILENT).reward == pytest.approx(-1.5)

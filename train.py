@@ -1,0 +1,396 @@
+"""Train a language-model agent with reinforcement learning, and watch whether its reasoning still depends on its input.
+
+    python train.py --env sokoban                                   # bundled 1M-parameter model; minutes on a laptop
+    python train.py --env frozen_lake --filter none                 # the same loop without the paper's remedy
+    python train.py --env sokoban --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6      # one GPU
+    python train.py --help                                          # every setting, and its name in RAGEN
+
+One step, in the order of the code below (RAGEN-2, arXiv 2604.06268):
+
+    1. rollouts      G prompts, K episodes each; the sampler hands over ids and mask         nanoragen/rollout.py
+    2. diagnosis     does the reasoning Z still tell the prompts X apart? I(X; Z), H(Z|X)    nanoragen/collapse.py
+    3. advantages    (r - mean) / (std + 1e-6) in each group; groups without reward          kernels/advantage.py
+                     variance carry no signal, only noise: the SNR filter drops them
+    4. loss          clipped policy gradient + beta KL - c entropy                           policy_loss, below
+    5. update        AdamW, a few minibatches
+
+Left out on purpose, against the systems this re-implements: Ray, an inference server, a critic, and every trick that could
+not be measured to help. Shapes: G groups, K episodes a group, B = G*K episodes, P sampled (trained) tokens, V vocabulary.
+"""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nanoragen import cli
+
+
+def flag(default, help, ragen=None):
+    return field(default=default, metadata={"help": help + (f" [RAGEN: {ragen}]" if ragen else "")})
+
+
+@dataclass
+class Config:
+    # what to train
+    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown", "es_manager.train.env_configs.tags")
+    env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
+    model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
+    algo: Literal["grpo"] = flag("grpo", "advantage estimator", "algorithm.adv_estimator")
+    # rollouts
+    steps: int = flag(40, "training steps", "trainer.total_training_steps")
+    groups: int = flag(8, "prompts in a step (G)", "es_manager.train.env_groups")
+    group_size: int = flag(16, "episodes of each prompt (K)", "es_manager.train.group_size")
+    max_turns: int = flag(0, "turns of an episode; 0: the environment's own", "agent_proxy.max_turn")
+    max_actions_per_turn: int = flag(0, "actions executed of one reply; 0: the environment's own", "agent_proxy.max_actions_per_turn")
+    max_tokens: int = flag(64, "tokens of one reply", "actor_rollout_ref.rollout.response_length")
+    max_context: int = flag(0, "tokens of an episode; 0: the model's limit", "actor_rollout_ref.rollout.max_model_len")
+    temperature: float = flag(1.0, "sampling temperature; also the one that is trained at", "actor_rollout_ref.rollout.temperature")
+    format_penalty: float = flag(-0.1, "reward of a reply that does not parse", "es_manager.format_penalty")
+    rollout_batch: int = flag(0, "episodes generated at a time; 0: all", "")
+    # update
+    lr: float = flag(1e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
+    lr_warmup: int = flag(4, "updates over which the learning rate rises")
+    weight_decay: float = flag(0.0, "of AdamW")
+    max_grad_norm: float = flag(1.0, "gradient clipping", "actor_rollout_ref.actor.grad_clip")
+    epochs: int = flag(1, "passes over a step's episodes", "actor_rollout_ref.actor.ppo_epochs")
+    minibatches: int = flag(4, "updates in a pass", "actor_rollout_ref.actor.ppo_mini_batch_size")
+    micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
+    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", "actor_rollout_ref.actor.clip_ratio_low")
+    clip_high: float = flag(0.2, "and above 1 + clip_high", "actor_rollout_ref.actor.clip_ratio_high")
+    beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
+    kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
+    # SNR filter
+    filter: Literal["none", "top_p", "top_k", "top_k_abs", "min_p"] = flag("top_p", "which groups train", "rollout_filter_strategy")
+    filter_value: float = flag(0.9, "share (top_p, top_k, min_p) or number (top_k_abs) of groups", "rollout_filter_value")
+    filter_mode: Literal["linear", "softmax"] = flag("linear", "mass of a group under top_p", "rollout_filter_top_p_prob_mode")
+    filter_metric: Literal["reward_std", "reward_variance"] = flag("reward_std", "score of a group", "rollout_filter_metric")
+    filter_include_zero: bool = flag(False, "keep groups without any variance too", "rollout_filter_include_zero")
+    filter_loss_scale: Literal["none", "linear", "sqrt"] = flag("none", "multiply the loss by the kept share", "filter_loss_scaling")
+    # what is measured, and where it goes
+    mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
+    eval_every: int = flag(10, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
+    eval_episodes: int = flag(128, "episodes of such an evaluation", "es_manager.val.env_groups")
+    final_episodes: int = flag(256, "episodes of the evaluations before and after")
+    save_every: int = flag(20, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
+    keep: int = flag(2, "checkpoints kept")
+    seed: int = flag(0, "of everything random", "seed")
+    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU")
+    out: str = flag("", "run folder; default runs/<env>-<algo>-<seed>, numbered when taken", "trainer.default_local_dir")
+    log: str = flag("", "also log to: wandb, tensorboard, trackio", "trainer.logger")
+
+
+def check(c: Config):
+    """ValueError for the first setting that cannot work, before anything heavy is imported or written."""
+    from nanoragen.envs.registry import make
+    from nanoragen.metrics import check_trackers
+    from nanoragen.model import locate
+
+    make(c.env, **cli.options(c.env_options))
+    locate(c.model)
+    check_trackers(c.log)
+    for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "final_episodes", "keep"):
+        if getattr(c, key) < 1:
+            raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
+    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every",
+                "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta"):  # fmt: skip
+        if getattr(c, key) < 0:
+            raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
+    for key in ("lr", "temperature", "max_grad_norm", "clip_low", "clip_high"):
+        if not 0 < getattr(c, key) < math.inf:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
+    if c.group_size < 2:
+        raise ValueError(f"group_size: {c.group_size} with --algo {c.algo}, which compares episodes of a group; valid: 2 or more")
+    if c.eval_every and not c.eval_episodes:
+        raise ValueError(f"eval_episodes: 0 with --eval_every {c.eval_every}; valid: 1 or more, or --eval_every 0")
+    whole = c.filter == "top_k_abs"
+    if c.filter != "none" and not (1 <= c.filter_value <= c.groups if whole else 0 < c.filter_value <= 1):
+        valid = f"1 to {c.groups} groups" if whole else "above 0, at most 1"
+        raise ValueError(f"filter_value: {c.filter_value} with --filter {c.filter}; valid: {valid}")
+
+
+# -- the maths ---------------------------------------------------------------------------------------------------------
+
+
+def score(model, batch, rows, temperature):
+    """log pi(token | context) and entropy of every sampled token of some episodes, at the temperature they were sampled at.
+
+    Returns (logprob [P], entropy [P], row [P]): fp32, in reading order; row = which of `rows` a token belongs to.
+    """
+    from nanoragen.kernels.logprob import logprob_entropy
+    from nanoragen.model import sampled_logits
+
+    part = batch.select(rows)  # [b, T]
+    sampled = part.mask[:, 1:]  # the logits at position t score token t + 1
+    logits = sampled_logits(model, part.ids, part.attention_mask, sampled)  # [P, V]: the head runs on sampled tokens only
+    logprob, entropy = logprob_entropy(logits, part.ids[:, 1:][sampled], temperature=temperature)
+    return logprob, entropy, sampled.nonzero()[:, 0]
+
+
+def by_episode(rows, row, values) -> dict:
+    """The tokens of each episode of a micro-batch: {episode number: values of its tokens, in order}."""
+    return {r: values[row == i] for i, r in enumerate(rows.tolist())}
+
+
+def kl_estimate(logprob, ref_logprob, kind: str):
+    """Per-token estimates of KL(policy || reference) (Schulman 2020, "Approximating KL divergence"). [P] -> [P].
+
+    The difference is capped at +-20 (a factor of 5e8), so that exp cannot overflow and neither can its gradient.
+    """
+    d = (ref_logprob - logprob).clamp(-20, 20)
+    return {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kind]
+
+
+def policy_loss(logprob, old_logprob, advantage, weight, entropy, ref_logprob, c: Config):
+    """The clipped objective of PPO/GRPO with KL penalty and entropy bonus (RAGEN-2, eq. 1). All arguments [P].
+
+    `weight` is the aggregation: 1 / (tokens of the episode * episodes of the minibatch), so a sum over any split of the
+    minibatch into micro-batches is the mean over episodes of the mean over their tokens.
+
+    Returns (loss, {name: value of this part}).
+    """
+    log_ratio = logprob - old_logprob
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)
+    policy = -(advantage * ratio).minimum(advantage * clipped)
+    loss = (weight * policy).sum() - c.entropy_coef * (weight * entropy).sum()
+    part = {
+        "entropy": (weight * entropy).sum().item(),
+        "clip_ratio": (weight * ((ratio < 1 - c.clip_low) & (advantage < 0) | (ratio > 1 + c.clip_high) & (advantage > 0))).sum().item(),
+        "approx_kl": (weight * (ratio - 1 - log_ratio)).sum().item(),
+    }
+    if ref_logprob is not None:
+        kl = (weight * kl_estimate(logprob, ref_logprob, c.kl)).sum()
+        loss = loss + c.beta * kl
+        part["kl"] = kl.item()
+    return loss, {"loss": loss.item(), **part}
+
+
+def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob, c: Config, rng, progress):
+    """`epochs` passes of `minibatches` clipped updates over the kept episodes. advantage [B]; kept_rows [kept] long.
+
+    Dropped episodes are not in any sum or any denominator. Returns the mean of each logged quantity over the updates.
+    """
+    import torch
+
+    from nanoragen.batch import micro_batches
+    from nanoragen.model import autocast
+
+    device, several = batch.ids.device, c.epochs * c.minibatches > 1
+    length = batch.mask[:, 1:].sum(1)  # sampled tokens of each episode [B]
+    kept_share = len(kept_rows) / len(advantage)
+    scale = {"none": 1.0, "linear": kept_share, "sqrt": math.sqrt(kept_share)}[c.filter_loss_scale]
+    old = {}  # micro-batches differ between passes, so old log-probs are kept by episode
+    if several:
+        progress("score")
+        with torch.no_grad(), autocast(device, c.dtype):
+            for rows in micro_batches(batch, kept_rows, c.micro_batch):
+                logprob, _, row = score(model, batch, rows, c.temperature)
+                old.update(by_episode(rows, row, logprob))
+    logs = []
+    for epoch in range(c.epochs):
+        order = kept_rows[torch.from_numpy(rng.permutation(len(kept_rows)))]
+        for n, minibatch in enumerate(order.chunk(c.minibatches)):
+            progress(f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
+            total = {}
+            for rows in micro_batches(batch, minibatch, c.micro_batch):
+                with autocast(device, c.dtype):
+                    logprob, entropy, row = score(model, batch, rows, c.temperature)
+                episode = rows.to(device)[row]  # [P]
+                weight = 1.0 / (length[episode] * len(minibatch))  # sequence mean of token means
+                before = torch.cat([old[r] for r in rows.tolist()]) if several else logprob.detach()
+                ref = torch.cat([ref_logprob[r] for r in rows.tolist()]) if ref_logprob else None
+                loss, part = policy_loss(logprob, before, advantage[episode], weight, entropy, ref, c)
+                (scale * loss).backward()
+                total = {k: total.get(k, 0.0) + v for k, v in part.items()}
+            total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
+            if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
+                optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
+                logs.append({"nonfinite_updates": 1.0})
+                continue
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+            logs.append(total)
+    sums = {}
+    for log in logs:
+        for k, v in log.items():
+            sums.setdefault(k, []).append(v)
+    skipped = len(sums.pop("nonfinite_updates", []))
+    return {k: sum(v) / len(v) for k, v in sums.items()} | {"nonfinite_updates": skipped}
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def run(c: Config, model, tokenizer, out: Path):
+    """Train a loaded model; files go to the folder `out`. Returns the last line of the log as a dict."""
+    import numpy as np
+    import torch
+    from tqdm import tqdm
+
+    from nanoragen import checkpoint, collapse, metrics
+    from nanoragen import model as models
+    from nanoragen.batch import make_batch, micro_batches
+    from nanoragen.envs.base import eval_seeds, train_seeds
+    from nanoragen.envs.registry import make
+    from nanoragen.evaluate import evaluate
+    from nanoragen.kernels.advantage import group_advantages
+    from nanoragen.rollout import Sampling, rollout
+
+    torch.manual_seed(c.seed)
+    options = cli.options(c.env_options)
+    envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
+    reference = models.reference(model) if c.beta > 0 else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
+    updates = c.steps * c.epochs * c.minibatches
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda u: learning_rate(u, updates, c))
+    sampling = Sampling(
+        temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
+        max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
+        format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
+    )  # fmt: skip
+    log = metrics.Log(out, asdict(c), trackers=c.log)
+    groups = [g for g in range(c.groups) for _ in range(c.group_size)]
+    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+    say, phase = bar.write, lambda text: bar.set_description_str(text)
+    say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
+
+    def held_out(n, label):
+        phase(f"evaluation ({label})")
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):  # training must not notice
+            torch.manual_seed(c.seed)
+            with models.autocast(model.device, c.dtype):
+                return evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=options)[0]
+
+    before = after = held_out(c.final_episodes, "before")
+    say(f"before training: {c.env} success {interval(before)} on {c.final_episodes} held-out episodes")
+    history, first_regime = [], None
+    for step in range(1, c.steps + 1):
+        start = time.perf_counter()
+        line = {"step": step}
+
+        # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
+        seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
+        with models.autocast(model.device, c.dtype):
+            episodes = rollout(model, tokenizer, envs, seeds, groups, sampling, env_name=c.env, progress=phase)
+        line["time/rollout"] = time.perf_counter() - start
+        line.update(metrics.rollout_metrics(episodes, c.env))
+
+        # 2. diagnosis, before anything is filtered
+        if c.mi_every and (step - 1) % c.mi_every == 0:
+            phase("diagnosis")
+            with models.autocast(model.device, c.dtype):
+                found = collapse.measure(model, episodes, temperature=c.temperature, seed=step)
+            line.update({f"collapse_first_turn_sample/{k}": v for k, v in found.items()})
+            if "mi_seq_estimate" in found:
+                here = found["conditional_entropy_est"], found["mi_seq_estimate"]
+                first_regime = first_regime or here
+                line["regime"] = collapse.regime(*here, *first_regime)
+        line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
+
+        # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
+        rewards = torch.tensor([e.reward for e in episodes], device=model.device)  # [B]
+        found = group_advantages(
+            rewards, torch.tensor(groups, device=model.device), scale="std", filter=c.filter, filter_value=c.filter_value,
+            filter_mode=c.filter_mode, filter_metric=c.filter_metric, include_zero=c.filter_include_zero or c.filter == "none", num_groups=c.groups,
+        )  # fmt: skip
+        keep = found.keep.tolist()
+        kept_rows = torch.tensor([i for i, e in enumerate(episodes) if keep[groups[i]] and e.num_tokens], dtype=torch.long)
+        line["rollout/in_group_reward_std"] = found.std.mean().item()
+        line["rollout/zero_variance_ratio"] = (found.score == 0).float().mean().item()
+        line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
+        line["rollout/kept_groups"] = sum(keep)
+
+        # 4. and 5. loss and update
+        if len(kept_rows):
+            batch = make_batch(episodes, tokenizer.pad_token_id).to(model.device)
+            ref = None
+            if reference is not None:
+                phase("reference")
+                ref = {}
+                with torch.no_grad(), models.autocast(model.device, c.dtype):
+                    for rows in micro_batches(batch, kept_rows, c.micro_batch):
+                        logprob, _, row = score(reference, batch, rows, c.temperature)
+                        ref.update(by_episode(rows, row, logprob))
+            rng = np.random.default_rng([c.seed, step])
+            line.update(update(model, optimizer, scheduler, batch, found.advantages, kept_rows, ref, c, rng, phase))
+        line["skipped"] = float(len(kept_rows) == 0)
+        line["lr"] = scheduler.get_last_lr()[0]
+        line["step_time"] = time.perf_counter() - start
+        line["tokens_per_second"] = line["num_tokens"] / line["step_time"]
+
+        # 6. evaluation on held-out seeds, log, checkpoint
+        if step == c.steps:
+            after = held_out(c.final_episodes, "after")
+            line[f"eval/{c.env}/success"] = after["success"]
+        elif c.eval_every and step % c.eval_every == 0:
+            line[f"eval/{c.env}/success"] = held_out(c.eval_episodes, "held out")["success"]
+        log.step(line)
+        log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in groups])
+        history.append(line)
+        say(metrics.console_line(line))
+        if step == c.steps or (c.save_every and step % c.save_every == 0):
+            phase("save")
+            state = {"step": step, "config": asdict(c), "first_regime": first_regime}
+            saved = checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
+        bar.update()
+    bar.close()
+    log.close()
+
+    print(f"\n{c.env} success on {c.final_episodes} held-out episodes: {interval(before)} before, {interval(after)} after {c.steps} steps")
+    for sentence in metrics.diagnosis(history, before, after, c.env):
+        print(sentence)
+    print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
+    print(f"evaluate  python eval.py --model {saved} --env {c.env}" + (f" --env_options {c.env_options}" if c.env_options else ""))
+    return line
+
+
+def learning_rate(update: int, updates: int, c: Config) -> float:
+    """Factor of the peak rate: linear rise over lr_warmup updates, then constant, linear or cosine towards 0."""
+    rise = min(1.0, (update + 1) / (c.lr_warmup + 1))
+    done = min(1.0, update / updates)
+    return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
+
+
+def interval(result: dict) -> str:
+    return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
+
+
+def run_folder(c: Config) -> Path:
+    """Make the run's folder. An explicit --out that already holds a run is refused; the default name is numbered."""
+    out = Path(c.out or f"runs/{c.env}-{c.algo}-{c.seed}")
+    number = 1
+    while (out / "metrics.jsonl").exists():
+        if c.out:
+            raise ValueError(f"out: {out} already holds a run; valid: a new folder")
+        number += 1
+        out = Path(f"runs/{c.env}-{c.algo}-{c.seed}.{number}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")
+    except OSError as e:
+        raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a folder that can") from e
+    return out
+
+
+def main(argv=None):
+    c = cli.parse(Config, argv, "train.py", __doc__.split("\n\n")[0])
+    try:
+        check(c)
+        out = run_folder(c)  # before torch is imported: a bad folder shows at once
+        from nanoragen import model as models
+
+        model, tokenizer = models.load(c.model, device=c.device)
+    except ValueError as e:
+        cli.fail("train.py", e)
+    run(c, model, tokenizer, out)
+
+
+if __name__ == "__main__":
+    main()
