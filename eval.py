@@ -49,6 +49,7 @@ class Config:
 
 def check(c: Config) -> Path:
     """ValueError for the first setting that cannot work, before torch is imported. Returns the file for the episodes."""
+    from nanoragen.envs.base import TextEnv
     from nanoragen.envs.registry import make
     from nanoragen.model import locate
 
@@ -61,7 +62,7 @@ def check(c: Config) -> Path:
             raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
     if not 0 <= c.temperature < float("inf"):
         raise ValueError(f"temperature: {c.temperature}; valid: 0 (greedy) or more")
-    if c.policy == "demonstrate" and "demonstrate" not in type(env).__dict__:
+    if c.policy == "demonstrate" and type(env).demonstrate is TextEnv.demonstrate:
         raise ValueError(f"policy: {c.env} has no solver; valid: model, random")
     if c.policy == "model":
         locate(c.model)

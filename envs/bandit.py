@@ -35,7 +35,7 @@ class Bandit(TextEnv):
         super().__init__()
         numbers = all(isinstance(p, (int, float)) for p in (pay_better, pay_worse))
         if not (numbers and 0 <= pay_worse < pay_better <= 1):
-            raise ValueError(f"pay_better: {pay_better!r} with pay_worse {pay_worse!r}; valid: 0 <= worse < better <= 1")
+            raise ValueError(f"pay_better: {pay_better!r}, pay_worse {pay_worse!r}; valid: 0 <= worse < better <= 1")
         self.pay_better, self.pay_worse = pay_better, pay_worse
 
     def reset(self, *, seed=None, options=None):

@@ -79,7 +79,8 @@ class FrozenLake(TextEnv):
         beside = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
         holes = [name for name, (r, c) in beside.items()
                  if 0 <= column + c < self.size and (row + r) * self.size + column + c in self.holes]  # fmt: skip
-        lines.append(f"goal {self.size - 1 - row:+d},{self.size - 1 - column:+d} holes beside you {' '.join(holes) or 'none'}")
+        goal = f"{self.size - 1 - row:+d},{self.size - 1 - column:+d}"  # rows down, columns right of the player
+        lines.append(f"goal {goal} holes beside you {' '.join(holes) or 'none'}")
         return "\n".join(lines)
 
     def demonstrate(self) -> Iterator[str]:

@@ -149,10 +149,10 @@ def _group_advantages(
     # 3. the rows
     for start in range(0, B, ROWS):
         inside = start + rows < B
-        g = tl.load(IDS + start + rows, mask=inside, other=0)
-        a = tl.load(R + start + rows, mask=inside, other=0.0) - tl.load(LOW + g, mask=inside, other=0.0)
-        a = a - tl.load(ABOVE + g, mask=inside, other=0.0)
+        group = tl.load(IDS + start + rows, mask=inside, other=0)
+        r = tl.load(R + start + rows, mask=inside, other=0.0) - tl.load(LOW + group, mask=inside, other=0.0)
+        a = r - tl.load(ABOVE + group, mask=inside, other=0.0)
         if SCALE:
-            a = a / (tl.load(STD + g, mask=inside, other=0.0) + eps)
-        live = (tl.load(KEEP + g, mask=inside, other=0) != 0) & (tl.load(EQUAL + g, mask=inside, other=1) == 0)
+            a = a / (tl.load(STD + group, mask=inside, other=0.0) + eps)
+        live = (tl.load(KEEP + group, mask=inside, other=0) != 0) & (tl.load(EQUAL + group, mask=inside, other=1) == 0)
         tl.store(ADVANTAGE + start + rows, tl.where(live, a, 0.0), mask=inside)

@@ -1,4 +1,4 @@
-"""What holds for every registered environment: gymnasium's own checker, seeds, random state, fuzzed actions, solvers."""
+"""What holds for every registered environment: gymnasium's checker, seeds, random state, fuzzed actions, solvers."""
 
 import json
 import math
@@ -173,13 +173,13 @@ def test_optimal_actions_lead_to_optimal_actions(name):
         assert len(lengths) == 1, seed
 
 
-UNKNOWN = ["", " ", "\n", "(" * 10_000, "Up" * 5_000, "\x00", "\ud800", "𝓤𝓹", "١٢", "None", "{}", "%s", "up; down", "Up!"]
+UNKNOWN = ["", " ", "\n", "(" * 10_000, "Up" * 5_000, "\x00", "\ud800", "𝓤𝓹", "١٢", "None", "{}", "%s", "up; down"]
 
 
 def fuzzed(n, seed):
     """Texts from nothing, from the charset, and from pieces of real actions."""
     rng = random.Random(seed)
-    pieces = ["Up", "down", "LEFT", "Right", "(", ")", "3", "12", "+", "-", "*", "/", "=", " ", "Gold", "Mud", "||", ".", "e9"]
+    pieces = ["Up", "down", "LEFT", "Right", "Gold", "Mud", "||", ".", "e9", "3", "12", *"()+-*/= "]
     for i in range(n):
         k = rng.randrange(30)
         yield "".join(rng.choice(CHARSET) for _ in range(k)) if i % 2 else "".join(rng.choice(pieces) for _ in range(k))
@@ -240,7 +240,9 @@ def test_e1_same_arguments_same_seeds():
     assert train_seeds(3, 7, 50) != train_seeds(3, 8, 50) and train_seeds(3, 7, 50) != train_seeds(4, 7, 50)
 
 
-@pytest.mark.parametrize("wrong, near", [("sokobann", "sokoban"), ("frozenlake", "frozen_lake"), ("countdwn", "countdown")])
+@pytest.mark.parametrize(
+    "wrong, near", [("sokobann", "sokoban"), ("frozenlake", "frozen_lake"), ("countdwn", "countdown")]
+)
 def test_unknown_name_gives_the_nearest(wrong, near):
     with pytest.raises(ValueError, match=f"^env: .*did you mean '{near}'.*valid: ") as error:
         make(wrong)

@@ -1,4 +1,4 @@
-"""Countdown: the parser against Python's own arithmetic, and answers that try to gain more than they should (E6-E14)."""
+"""Countdown: the parser against Python's own arithmetic, and answers that try to gain too much (E6, E8-E10, E14)."""
 
 import ast
 import itertools
@@ -41,20 +41,60 @@ RIGHT, WRONG, BAD = (1.0, True), (0.1, False), (0.0, False)
 @pytest.mark.parametrize(
     "answer, want",
     [
-        ("3 * 5 + 8", RIGHT), ("8+5*3", RIGHT), ("((8) + (3 * 5))", RIGHT), ("3 × 5 + 8", RIGHT), ("3 · 5 + 8", RIGHT),
-        ("3 * 5 + 8 = 23", RIGHT), ("3 * 5 + 8=23 ", RIGHT), ("[3 * 5] + 8", RIGHT), (" 3\t*\n5 + 8", RIGHT), ("03 * 5 + 08", RIGHT),
-        ("3 + 5 + 8", WRONG), ("3 - 5 − 8", WRONG), ("3 ÷ 5 / 8", WRONG), ("8 – 5 – 3", WRONG),
+        ("3 * 5 + 8", RIGHT),
+        ("8+5*3", RIGHT),
+        ("((8) + (3 * 5))", RIGHT),
+        ("3 × 5 + 8", RIGHT),
+        ("3 · 5 + 8", RIGHT),
+        ("3 * 5 + 8 = 23", RIGHT),
+        ("3 * 5 + 8=23 ", RIGHT),
+        ("[3 * 5] + 8", RIGHT),
+        (" 3\t*\n5 + 8", RIGHT),
+        ("03 * 5 + 08", RIGHT),
+        ("3 + 5 + 8", WRONG),
+        ("3 - 5 − 8", WRONG),
+        ("3 ÷ 5 / 8", WRONG),
+        ("8 – 5 – 3", WRONG),
         ("3 + 5 + 8 = 23", WRONG),  # a claimed value is not believed
         ("3 * 5 + 8 = 99", RIGHT),  # nor does a wrong claim spoil it
-        ("23", BAD), ("3 * 5", BAD), ("3 * 5 + 8 + 0", BAD), ("3 * 5 + 8 + 8 - 8", BAD), ("15 + 8", BAD), ("35 - 8", BAD),
-        ("-3 + 5 + 8", BAD), ("+3 * 5 + 8", BAD), ("3 * (-5) + 8", BAD), ("3 ** 5 + 8", BAD), ("3 // 5 + 8", BAD), ("3 % 5 + 8", BAD),
-        ("3 5 8", BAD), ("3 5 + 8", BAD), ("3(5)8", BAD), ("(3)(5) + 8", BAD), ("3 * 5 + 8)", BAD), ("(3 * 5 + 8", BAD),
-        ("()", BAD), ("", BAD), ("=", BAD), ("= 23", BAD), ("23 = 3 * 5 + 8", BAD), ("3 * 5 + 8 = 23 = 23", BAD),
-        ("3.0 * 5 + 8", BAD), ("3e0 * 5 + 8", BAD), ("3_ * 5 + 8", BAD), ("0x3 * 5 + 8", BAD), ("３ * 5 + 8", BAD), ("٣ * 5 + 8", BAD),
-        ("3 * 5 + 8 or 1", BAD), ("3 * 5 + 8 # yes", BAD), ("the answer is 3 * 5 + 8", BAD), ("3 * 5 + 8 3 * 5 + 8", BAD),
-        ("3 / (5 - 5) + 8", BAD), ("3 * 5 + 8 || 3", BAD),
+        ("23", BAD),
+        ("3 * 5", BAD),
+        ("3 * 5 + 8 + 0", BAD),
+        ("3 * 5 + 8 + 8 - 8", BAD),
+        ("15 + 8", BAD),
+        ("35 - 8", BAD),
+        ("-3 + 5 + 8", BAD),
+        ("+3 * 5 + 8", BAD),
+        ("3 * (-5) + 8", BAD),
+        ("3 ** 5 + 8", BAD),
+        ("3 // 5 + 8", BAD),
+        ("3 % 5 + 8", BAD),
+        ("3 5 8", BAD),
+        ("3 5 + 8", BAD),
+        ("3(5)8", BAD),
+        ("(3)(5) + 8", BAD),
+        ("3 * 5 + 8)", BAD),
+        ("(3 * 5 + 8", BAD),
+        ("()", BAD),
+        ("", BAD),
+        ("=", BAD),
+        ("= 23", BAD),
+        ("23 = 3 * 5 + 8", BAD),
+        ("3 * 5 + 8 = 23 = 23", BAD),
+        ("3.0 * 5 + 8", BAD),
+        ("3e0 * 5 + 8", BAD),
+        ("3_ * 5 + 8", BAD),
+        ("0x3 * 5 + 8", BAD),
+        ("３ * 5 + 8", BAD),
+        ("٣ * 5 + 8", BAD),
+        ("3 * 5 + 8 or 1", BAD),
+        ("3 * 5 + 8 # yes", BAD),
+        ("the answer is 3 * 5 + 8", BAD),
+        ("3 * 5 + 8 3 * 5 + 8", BAD),
+        ("3 / (5 - 5) + 8", BAD),
+        ("3 * 5 + 8 || 3", BAD),
     ],
-)  # fmt: skip
+)
 def test_answers(answer, want):
     assert score(answer) == want
 
@@ -80,12 +120,24 @@ def test_division_by_zero_is_no_expression():
 @pytest.mark.parametrize(
     "attack",
     [
-        "__import__('os').system('touch pwned')", "exec('import os')", "open('pwned','w').write('x')", "(1).__class__",
-        "3 .__class__.__base__.__subclasses__()", "[3][0] * 5 + 8", "{3:3}[3] * 5 + 8", "lambda: 3", "3 if 5 else 8",
-        "(x := 3) * 5 + 8", "f'{3}' * 5 + 8", "9**9**9", "3 * 5 + 8; import antigravity", "`3`", "$(touch pwned)",
+        "__import__('os').system('touch pwned')",
+        "exec('import os')",
+        "open('pwned','w').write('x')",
+        "(1).__class__",
+        "3 .__class__.__base__.__subclasses__()",
+        "[3][0] * 5 + 8",
+        "{3:3}[3] * 5 + 8",
+        "lambda: 3",
+        "3 if 5 else 8",
+        "(x := 3) * 5 + 8",
+        "f'{3}' * 5 + 8",
+        "9**9**9",
+        "3 * 5 + 8; import antigravity",
+        "`3`",
+        "$(touch pwned)",
         "3 * 5 + 8\n__import__('os').system('touch pwned')",
     ],
-)  # fmt: skip
+)
 def test_e6_no_code_runs(attack, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
@@ -100,7 +152,14 @@ def test_e6_the_source_has_nothing_that_evaluates():
 
 
 def test_long_and_deep_answers():
-    for text in ("(" * 10_000, "(" * 10_000 + "3" + ")" * 10_000, "9" * 10_000, "3+" * 5_000 + "3", "3/" * 60, "=" * 120):
+    for text in (
+        "(" * 10_000,
+        "(" * 10_000 + "3" + ")" * 10_000,
+        "9" * 10_000,
+        "3+" * 5_000 + "3",
+        "3/" * 60,
+        "=" * 120,
+    ):
         assert score(text) == BAD
     deepest = "(" * MAX_OPEN + "3" + ")" * MAX_OPEN
     assert evaluate(deepest) == (3, [3])
@@ -134,10 +193,14 @@ def test_e9_the_instruction_holds_an_example_that_is_never_scored():
 @pytest.mark.parametrize(
     "text",
     [
-        "a</think><think>b</think><answer>3*5+8</answer>", "a<answer>3*5+8</answer></think>", "a</think><answer>3*5+8",
-        "a</think><answer>3*5+8</answer><answer>3*5+8</answer>", "a</think></answer>3*5+8<answer>", "a</think><answer></answer>",
+        "a</think><think>b</think><answer>3*5+8</answer>",
+        "a<answer>3*5+8</answer></think>",
+        "a</think><answer>3*5+8",
+        "a</think><answer>3*5+8</answer><answer>3*5+8</answer>",
+        "a</think></answer>3*5+8<answer>",
+        "a</think><answer></answer>",
     ],
-)  # fmt: skip
+)
 def test_e10_crossed_or_repeated_tags_do_not_score(text):
     assert reply_score(text) is None
 
@@ -246,9 +309,17 @@ def test_a_second_answer_pays_nothing():
 
 @pytest.mark.parametrize(
     "key, options",
-    [("numbers", {"numbers": 1}), ("numbers", {"numbers": 5}), ("numbers", {"numbers": "3"}), ("low", {"low": 0}),
-     ("low", {"low": 9, "high": 2}), ("low", {"high": 1e9}), ("max_target", {"max_target": 0}), ("max_target", {"max_target": "x"})],
-)  # fmt: skip
+    [
+        ("numbers", {"numbers": 1}),
+        ("numbers", {"numbers": 5}),
+        ("numbers", {"numbers": "3"}),
+        ("low", {"low": 0}),
+        ("low", {"low": 9, "high": 2}),
+        ("low", {"high": 1e9}),
+        ("max_target", {"max_target": 0}),
+        ("max_target", {"max_target": "x"}),
+    ],
+)
 def test_impossible_options(key, options):
     with pytest.raises(ValueError, match=f"^{key}.*valid: "):
         Countdown(**options)

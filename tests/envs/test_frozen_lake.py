@@ -157,7 +157,7 @@ def test_symbols_coordinates_and_ends():
         assert env.step(other)[:3] == (drowned, 0.0, True)
     env = FrozenLake(**OPEN)
     env.reset(seed=0)
-    assert env.render().endswith("holes none")
+    assert env.render().endswith("holes beside you none")
     env.position = env.goal - 1
     text, reward, over, _, info = env.step("right")
     assert text.split("\n")[4][4] == "√" and (reward, over, info["success"]) == (1.0, True, True)

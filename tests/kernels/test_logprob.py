@@ -1,0 +1,198 @@
+"""logprob_entropy against float64 softmax by the book, for the twin and, under TRITON_INTERPRET=1, for the kernel."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from backends import BACKENDS, DEVICE
+
+from nanoragen.kernels.logprob import logprob_entropy
+
+INF = float("inf")
+
+
+def book(logits, targets, temperature=1.0):
+    """float64, straight from the definitions."""
+    x = logits.double() / temperature
+    p = torch.softmax(x, -1)
+    log_p = torch.log_softmax(x, -1)
+    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    return log_p.gather(-1, targets[..., None]).squeeze(-1), entropy
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("V", [1, 3, 127, 129, 1000, 5003])
+def test_values_and_gradients(V, dtype, backend):
+    torch.manual_seed(V)
+    logits = (3 * torch.randn(5, V)).to(DEVICE, dtype).requires_grad_()
+    targets, g, h = torch.randint(V, (5,), device=DEVICE), torch.randn(5, device=DEVICE), torch.randn(5, device=DEVICE)
+    exact = logits.detach().double().requires_grad_()
+    logprob, entropy = logprob_entropy(logits, targets, temperature=0.7, backend=backend)
+    want_logprob, want_entropy = book(exact, targets, 0.7)
+    assert logprob.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprob.double(), want_logprob, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-4, rtol=1e-5)
+    (logprob * g + entropy * h).sum().backward()
+    (want_logprob * g + want_entropy * h).sum().backward()
+    # the gradient is rounded once, to the logits' own type
+    tolerance = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift", [0.0, 1000.0, -120.0, -50.0])
+@pytest.mark.parametrize("V", [1, 3, 127, 129, 1000, 50257])
+def test_equal_logits_give_ln_v_at_any_offset(V, shift, backend):
+    logprob, entropy = logprob_entropy(torch.full((1, V), shift, device=DEVICE), torch.tensor([V - 1], device=DEVICE), backend=backend)
+    assert logprob.item() == pytest.approx(-math.log(V), abs=2e-5)
+    assert entropy.item() == pytest.approx(math.log(V), abs=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_temperature_divides_logits(backend):
+    logits, targets = torch.tensor([[1.0, 2.0, 3.0]] * 3, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    logprob, entropy = logprob_entropy(logits, targets, temperature=0.5, backend=backend)
+    assert logprob.tolist() == pytest.approx([-4.142932, -2.142932, -0.142932], abs=1e-5)
+    assert entropy.tolist() == pytest.approx([0.441057] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_minus_infinity_contributes_nothing(backend):
+    """Single -inf logits, and whole tiles of them, at the beginning and at the end."""
+    logits = torch.randn(3, 9000, device=DEVICE)
+    logits[0, :5000] = logits[1, 4000:] = logits[2, ::2] = -INF
+    targets = torch.tensor([8000, 3, 7], device=DEVICE)
+    logits.requires_grad_()
+    logprob, entropy = logprob_entropy(logits, targets, backend=backend)
+    want = book(logits.detach(), targets)
+    torch.testing.assert_close(logprob.double(), want[0], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), want[1], atol=1e-4, rtol=1e-5)
+    (logprob.sum() + entropy.sum()).backward()
+    assert torch.isfinite(logits.grad).all() and (logits.grad[0, :5000] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_is_the_same_bits_alone_in_a_batch_and_elsewhere(backend):
+    rows = torch.randn(40, 5003, device=DEVICE)
+    targets = torch.randint(5003, (40,), device=DEVICE)
+    together = logprob_entropy(rows, targets, backend=backend)
+    for i in (0, 7, 39):
+        for a, b in zip(logprob_entropy(rows[i : i + 1], targets[i : i + 1], backend=backend), together):
+            assert torch.equal(a[0], b[i])
+    for a, b in zip(logprob_entropy(rows.flip(0), targets.flip(0), backend=backend), together):
+        assert torch.equal(a.flip(0), b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ignored_rows_are_zero_without_gradient(backend):
+    logits = torch.randn(2, 3, 50, device=DEVICE, requires_grad=True)
+    targets = torch.tensor([[1, -100, 2], [-100, -100, 49]], device=DEVICE)
+    logprob, entropy = logprob_entropy(logits, targets, backend=backend)
+    assert logprob.shape == targets.shape and (logprob[targets == -100] == 0).all() and (entropy[targets == -100] == 0).all()
+    (logprob.sum() + entropy.sum()).backward()
+    assert (logits.grad[targets == -100] == 0).all() and (logits.grad[targets != -100] != 0).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_rows_expanded_gradients_and_untouched_input(backend):
+    wide = torch.randn(6, 300, device=DEVICE)
+    view = wide[::2, :129].requires_grad_()
+    targets, before = torch.tensor([0, 5, 128], device=DEVICE), wide.clone()
+    logprob, entropy = logprob_entropy(view, targets, backend=backend)
+    (first,) = torch.autograd.grad(logprob.sum() + entropy.sum(), view, retain_graph=True)  # .sum() sends an expanded gradient
+    (second,) = torch.autograd.grad(logprob.sum() + entropy.sum(), view)
+    assert torch.equal(first, second) and torch.equal(wide, before)
+    exact = view.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(sum(t.sum() for t in book(exact, targets)), exact)
+    torch.testing.assert_close(first.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_values_with_and_without_grad(backend):
+    logits, targets = torch.randn(4, 77, device=DEVICE), torch.tensor([1, 2, 3, 4], device=DEVICE)
+    plain = logprob_entropy(logits, targets, backend=backend)
+    with torch.no_grad():
+        quiet = logprob_entropy(logits, targets, backend=backend)
+    loud = logprob_entropy(logits.clone().requires_grad_(), targets, backend=backend)
+    for a, b, c in zip(plain, quiet, loud):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_sums_do_not_stick(backend):
+    """A bf16 running sum sticks at 256 and would give -5.545."""
+    logits = torch.zeros(1, 1000, dtype=torch.bfloat16, device=DEVICE)
+    logprob, entropy = logprob_entropy(logits, torch.tensor([0], device=DEVICE), backend=backend)
+    assert logprob.dtype == torch.float32 and logprob.item() == pytest.approx(-6.907755, abs=1e-4)
+    assert entropy.item() == pytest.approx(6.907755, abs=1e-4)
+
+
+def test_twin_in_float64_passes_gradcheck():
+    logits = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 10, 4])
+    assert torch.autograd.gradcheck(lambda x: logprob_entropy(x, targets, temperature=0.8), logits)
+
+
+@pytest.mark.parametrize("bad, match", [({"temperature": 0.0}, "temperature"), ({"backend": "cuda"}, "backend")])
+def test_bad_arguments(bad, match):
+    with pytest.raises(ValueError, match=match):
+        logprob_entropy(torch.randn(2, 5), torch.tensor([0, 1]), **bad)
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="targets"):
+        logprob_entropy(torch.randn(2, 5), torch.tensor([0, 1, 2]))
+
+
+def test_rows_beyond_two_to_the_31_elements():
+    """Row offsets are 64-bit. The 4.3 GB are never touched but in two rows, so the system never hands them out."""
+    code = """
+import torch
+from nanoragen.kernels.logprob import logprob_entropy
+stride = 2**30 + 8
+wide = torch.empty(2 * stride + 64, dtype=torch.float16)
+rows = wide.as_strided((3, 64), (stride, 1))
+rows[0], rows[1], rows[2] = torch.randn(3, 64).half()
+targets = torch.tensor([0, 1, 63])
+a, b = logprob_entropy(rows, targets, backend="triton"), logprob_entropy(rows.clone(), targets, backend="torch")
+assert torch.allclose(a[0], b[0], atol=1e-5) and torch.allclose(a[1], b[1], atol=1e-5), (a, b)
+"""
+    pytest.importorskip("triton")
+    import os
+
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_last_row_of_a_tensor_beyond_two_to_the_31_elements_on_a_gpu():
+    logits = torch.zeros(14_200, 151_936, dtype=torch.bfloat16, device="cuda")
+    logits[-1].normal_()
+    targets = torch.zeros(14_200, dtype=torch.long, device="cuda")
+    logprob, entropy = logprob_entropy(logits, targets)
+    alone = logprob_entropy(logits[-1:].clone(), targets[-1:])
+    assert torch.equal(logprob[-1:], alone[0]) and torch.equal(entropy[-1:], alone[1])
+    assert logprob[0].item() == pytest.approx(-11.931215, abs=1e-4) and entropy[0].item() == pytest.approx(11.931215, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [65_535, 65_536, 70_000])
+def test_more_rows_than_a_grid_axis_on_a_gpu(T):
+    logits, targets = torch.randn(T, 8, device="cuda"), torch.randint(8, (T,), device="cuda")
+    for a, b in zip(logprob_entropy(logits, targets), book(logits, targets)):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_no_large_temporary_on_a_gpu():
+    logits = torch.randn(8192, 151_936, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    targets = torch.zeros(8192, dtype=torch.long, device="cuda")
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logprob, entropy = logprob_entropy(logits, targets)
+    assert torch.cuda.max_memory_allocated() - base < 0.3e9
+    (logprob.sum() + entropy.sum()).backward()
+    assert torch.cuda.max_memory_allocated() - base < 1.2 * logits.numel() * 2
