@@ -13,11 +13,13 @@ import numpy as np
 from nanoragen.envs.registry import make
 from nanoragen.metrics import wilson
 
-COLLAPSE_EPISODES = 64  # the cross matrix grows with their square
+COLLAPSE_PROMPTS = 64  # the cross matrix grows with their square
 
 
-def evaluate(model, tokenizer, env_name, seeds, sampling, *, env_options=None, samples=1, policy="model", seed=0, diagnose=False,
-             progress=None):  # fmt: skip
+def evaluate(
+    model, tokenizer, env_name, seeds, sampling, *,
+    env_options=None, samples=1, policy="model", seed=0, diagnose=False, progress=None,
+):  # fmt: skip
     """Returns (metrics, episodes); episodes of one seed stand together.
 
     metrics: success with its 95% interval success_low to success_high, return (mean sum of rewards), turns, parse_rate, episodes
@@ -36,12 +38,14 @@ def evaluate(model, tokenizer, env_name, seeds, sampling, *, env_options=None, s
         episodes = rollout(model, tokenizer, envs, each, groups, sampling, env_name=env_name, progress=progress)
     else:
         env, rng = make(env_name, **(env_options or {})), np.random.default_rng(seed)
-        episodes = [_play(env, env_name, s, g, sampling, _actions(env, policy, rng)) for s, g in zip(each, groups)]
+        actions = _actions(env, policy, rng)
+        episodes = [_play(env, env_name, s, g, sampling, actions) for s, g in zip(each, groups)]
     metrics = summary(episodes, samples)
     if diagnose and policy == "model":
         from nanoragen import collapse
 
-        found = collapse.measure(model, episodes[:COLLAPSE_EPISODES], temperature=sampling.temperature or 1.0, seed=seed)
+        temperature = sampling.temperature or 1.0  # greedy play has no probabilities of its own
+        found = collapse.measure(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)
         metrics.update({f"collapse_first_turn_sample/{k}": v for k, v in found.items()})
     return metrics, episodes
 

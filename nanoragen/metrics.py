@@ -123,7 +123,7 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     p, z2 = successes / n, Z95 * Z95
     middle = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, min(p, middle - half)), min(1.0, max(p, middle + half))  # rounding must not exclude p
 
 
 def rollout_metrics(episodes, env: str) -> dict:

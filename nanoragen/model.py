@@ -27,6 +27,8 @@ def locate(name: str) -> tuple[str, dict]:
 
     Looks at files only, so a wrong path is refused before anything heavy is imported.
     """
+    if not name:
+        raise ValueError(f"model: the name is empty; {VALID}")
     path = NANO if name == "nano" else Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -36,14 +38,15 @@ def locate(name: str) -> tuple[str, dict]:
                 raise ValueError(f"model: a .gguf file needs the package {package}; valid: pip install gguf accelerate")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        config = path / "config.json"
+        if not (config.is_file() and '"model_type"' in config.read_text()):  # a run's folder has a config.json of its own
             inside = sorted(p.name for p in path.glob("step_*") if (p / "config.json").is_file())
-            hint = f", but {inside[-1]} in it is" if inside else ""
-            raise ValueError(f"model: {name} is not a model folder (it has no config.json){hint}; {VALID}")
+            hint = f", but {inside[-1]} in it is" if inside else " (no config.json with a model_type)"
+            raise ValueError(f"model: {name} is not a model folder{hint}; {VALID}")
         return str(path), {}
     looks_like_path = name == "nano" or name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
-    if looks_like_path or name.split("/")[0] == "runs" or Path(name.split("/")[0]).is_dir() or not name:
-        raise ValueError(f"model: there is no folder {path if name else '(empty name)'}; {VALID}")
+    if looks_like_path or name.split("/")[0] == "runs" or Path(name.split("/")[0]).is_dir():
+        raise ValueError(f"model: there is no folder {path}; {VALID}")
     return name, {}
 
 
@@ -64,9 +67,7 @@ def load(name="nano", *, device=None, dtype=None):
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32, **extra)
-    except (OSError, ValueError) as e:  # transformers tells a missing file, no network and a wrong name apart in prose
-        if isinstance(e, ValueError) and str(e).startswith("model: "):
-            raise
+    except Exception as e:  # no network, no such name, a cut or foreign file: as many types as libraries underneath
         reason = " ".join(str(e).split())[:200]
         at = "this folder or file" if Path(where).exists() else "no such folder here, and from the hub"
         raise ValueError(f"model: {name} cannot be loaded ({at}: {reason}); {VALID} (the hub needs a network)") from e

@@ -329,7 +329,7 @@ def qwen2(**more):
 
 def played(groups=10, size=3, seed=0):
     rng = random.Random(seed)
-    draw = lambda n: [rng.randrange(40) for _ in range(n)]  # noqa: E731
+    draw = lambda n: [rng.randrange(40) for _ in range(n)]
     out = []
     for g in range(groups):
         prompt = draw(6) + [5]

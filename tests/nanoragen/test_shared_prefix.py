@@ -6,8 +6,20 @@ import random
 import pytest
 import torch
 from transformers import (
-    AttentionInterface, BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel,
-    LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM, Qwen2Config,
+    AttentionInterface,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
     Qwen2ForCausalLM,
 )  # fmt: skip
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -57,7 +69,7 @@ def make(factory):
 def lists(seed=0, prompts=(9, 14, 5, 20), reasonings=(1, 7, 2, 11, 4), common=4):
     """Prompts and reasonings of these lengths; the prompts begin with the same `common` ids."""
     rng = random.Random(seed)
-    draw = lambda n: [rng.randrange(V) for _ in range(n)]  # noqa: E731
+    draw = lambda n: [rng.randrange(V) for _ in range(n)]
     start = draw(common)
     return [start + draw(n - common) for n in prompts], [draw(n) for n in reasonings]
 

@@ -1,0 +1,177 @@
+"""Loading by name, folder and GGUF file; the reference; the precision; the head on picked positions only."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import byte_tokenizer, tiny_model
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from nanoragen import model as models
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer = byte_tokenizer()
+    tiny_model(tokenizer, dropout=0.1).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def test_the_bundled_model_loads():
+    if not (models.NANO / "config.json").is_file():
+        pytest.skip("the bundled model has not been made yet")
+    model, tokenizer = models.load()
+    assert sum(p.numel() for p in model.parameters()) < 4e6 and tokenizer.chat_template
+    assert sum(f.stat().st_size for f in models.NANO.iterdir()) <= 8 * 2**20
+
+
+def test_weights_are_float32_without_dropout_whatever_the_folder_says(folder):
+    model, tokenizer = models.load(str(folder))
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
+    assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert model.config._attn_implementation in ("sdpa", "flash_attention_2")
+    half, _ = models.load(str(folder), device="cpu", dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
+    tokenizer = byte_tokenizer(pad=None)
+    tiny_model(tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    _, found = models.load(str(tmp_path))
+    assert found.pad_token_id == found.eos_token_id is not None
+
+
+@pytest.mark.parametrize("name", ["./none", "/none/at/all", "runs/x/step_1", "none.gguf", "a/b/c", "~/none", "tests/none"])
+def test_a_missing_path_is_one_line(name):
+    with pytest.raises(ValueError, match="^model: there is no (folder|file) [^\n]*valid: nano, [^\n]*$"):
+        models.load(name)
+
+
+def test_a_run_folder_points_to_its_checkpoint(tmp_path, folder):
+    (tmp_path / "config.json").write_text('{"model": "nano", "env": "sokoban"}')  # the trainer's, not a model's
+    folder.rename(tmp_path / "step_000020")
+    with pytest.raises(ValueError, match="not a model folder, but step_000020 in it is"):
+        models.load(str(tmp_path))
+    models.locate(str(tmp_path / "step_000020"))
+
+
+def test_a_hub_id_without_network_is_one_line():  # the suite runs with HF_HUB_OFFLINE
+    with pytest.raises(ValueError, match="^model: some-owner/some-model cannot be loaded [^\n]*network[^\n]*$"):
+        models.load("some-owner/some-model")
+
+
+def test_a_broken_folder_is_one_line(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^model: [^\n]*cannot be loaded \\(this folder[^\n]*$"):
+            models.load(str(folder))
+        weights.unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="^model: the name is empty"):
+        models.load("")
+
+
+def test_wrong_paths_are_refused_before_torch_is_imported():
+    code = "import sys; from nanoragen.model import locate\ntry: locate('./none')\nexcept ValueError: assert 'torch' not in sys.modules\nelse: raise SystemExit(1)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x"])
+def test_a_wrong_device_is_one_line(device):
+    with pytest.raises(ValueError, match="^device: [^\n]*valid: auto, cpu[^\n]*$"):
+        models.pick_device(device)
+
+
+def test_gguf(tmp_path):
+    """A tiny Llama written as a GGUF file: it loads, and what is saved of it is a plain folder with the same logits."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    D, H, V, F = 32, 2, 64, 48
+    rng, file = np.random.default_rng(0), tmp_path / "tiny.gguf"
+    w = gguf.GGUFWriter(file, "llama")
+    w.add_context_length(128), w.add_embedding_length(D), w.add_block_count(1), w.add_feed_forward_length(F)
+    w.add_head_count(H), w.add_head_count_kv(H), w.add_layer_norm_rms_eps(1e-5), w.add_rope_freq_base(10000.0)
+    w.add_rope_dimension_count(D // H), w.add_vocab_size(V)
+    tokens = ["<pad>", "<s>", "<|end|>", "ab", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"][:V]
+    tokens += [f"<x{i}>" for i in range(V - len(tokens))]
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (V - 3)
+    w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("smollm"), w.add_token_list(tokens), w.add_token_types(kinds)
+    w.add_token_merges(["a b"]), w.add_bos_token_id(1), w.add_eos_token_id(2), w.add_pad_token_id(0)
+    w.add_chat_template("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}")
+
+    def tensor(name, *shape):
+        w.add_tensor(name, rng.normal(size=shape).astype(np.float32) * 0.2)
+
+    tensor("token_embd.weight", V, D), tensor("output.weight", V, D), tensor("output_norm.weight", D)
+    for part, shape in {"attn_norm": (D,), "ffn_norm": (D,), "attn_q": (D, D), "attn_k": (D, D), "attn_v": (D, D), "attn_output": (D, D),
+                        "ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}.items():  # fmt: skip
+        tensor(f"blk.0.{part}.weight", *shape)
+    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+
+    model, tokenizer = models.load(str(file))
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and tokenizer.chat_template
+    ids = torch.tensor([[1, 5, 6, 7]])
+    model.save_pretrained(tmp_path / "saved"), tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(model(ids).logits, again(ids).logits)
+
+
+def test_gguf_without_its_package_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="^model: .*package gguf; valid: pip install gguf accelerate$"):
+        models.load(str(tmp_path / "x.gguf"))
+
+
+def test_reference_is_a_frozen_copy():
+    model = tiny_model(byte_tokenizer())
+    frozen = models.reference(model.train())
+    assert not frozen.training and not any(p.requires_grad for p in frozen.parameters())
+    before = frozen(torch.tensor([[5, 6, 7]])).logits.clone()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    assert torch.equal(frozen(torch.tensor([[5, 6, 7]])).logits, before) and all(p.requires_grad for p in model.parameters())
+
+
+def test_autocast():
+    a = torch.ones(2, 2)
+    with models.autocast("cpu"):
+        assert (a @ a).dtype == torch.float32
+    with models.autocast("cpu", "bfloat16"):
+        assert (a @ a).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="^dtype: "):
+        models.autocast("cpu", "float16")
+
+
+def soft_capped():
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                     head_dim=16, final_logit_softcapping=0.5, attn_implementation="eager", initializer_range=0.3)
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gemma2"])
+def test_sampled_logits_are_the_full_ones_picked(kind):
+    model = soft_capped() if kind == "gemma2" else tiny_model(byte_tokenizer(), kind)
+    torch.manual_seed(0)
+    ids = torch.randint(5, 60, (3, 9))
+    attention = torch.ones_like(ids)
+    attention[1, 6:] = 0
+    sampled = torch.rand(3, 8) < 0.5
+    sampled[1, 5:] = False
+    full = model(input_ids=ids, attention_mask=attention).logits[:, :-1][sampled]
+    found = models.sampled_logits(model, ids, attention, sampled)
+    assert found.shape == (int(sampled.sum()), full.shape[-1])
+    torch.testing.assert_close(found, full, atol=1e-5, rtol=1e-5)
+    weight = torch.randn_like(full)
+    expected = torch.autograd.grad((full * weight).sum(), list(model.parameters()), allow_unused=True)
+    gradient = torch.autograd.grad((found * weight).sum(), list(model.parameters()), allow_unused=True)
+    for e, g in zip(expected, gradient):
+        torch.testing.assert_close(g, e, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(model(input_ids=ids).logits.shape, (3, 9, full.shape[-1]))  # the hook is gone

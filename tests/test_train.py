@@ -1,0 +1,199 @@
+"""The maths of train.py against worked values, and its invariants on a tiny random model."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import byte_tokenizer, tiny_model
+
+import train
+from nanoragen.batch import make_batch, micro_batches
+from nanoragen.kernels.advantage import group_advantages
+from nanoragen.rollout import Episode, Turn
+from train import Config, check, kl_estimate, policy_loss, score, update
+
+
+def episodes(count=8, seed=0, vocab=200):
+    """Episodes of one or two turns, uneven, with observation ids between."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        ids, mask, turns = rng.integers(10, vocab, size=5 + i % 3).tolist(), [], []
+        mask = [0] * len(ids)
+        for _ in range(1 + i % 2):
+            start, n = len(ids), int(rng.integers(1, 9))
+            ids += rng.integers(10, vocab, size=n).tolist() + rng.integers(10, vocab, size=3).tolist()
+            mask += [1] * n + [0] * 3
+            turns.append(Turn(start, start + n, start + n, "", "", [], True, float(rng.normal())))
+        found.append(Episode("x", 0, i // 4, ids, mask, turns))
+    return found
+
+
+@pytest.fixture
+def tiny():
+    tokenizer = byte_tokenizer()
+    return tiny_model(tokenizer), tokenizer
+
+
+def gradient(model, found, rows, advantage, c, ref=None):
+    """The gradient that one update would apply, captured before the optimiser."""
+    grads = {}
+
+    class Spy:
+        def step(self):
+            grads.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+        def zero_grad(self, set_to_none=True):
+            model.zero_grad(set_to_none=True)
+
+    batch = make_batch(found, 0)
+    log = update(model, Spy(), Spy(), batch, advantage, torch.tensor(rows), ref, c, np.random.default_rng(0), lambda text: None)
+    return torch.cat([g.flatten() for g in grads.values()]), log
+
+
+def settings(**more):
+    return Config(minibatches=1, max_grad_norm=1e9, **more)
+
+
+def test_token_weights_make_a_sequence_mean():
+    """Episode A: 4 tokens of loss 1; B: 1 token of loss 6. Sequence mean 3.5, not the token mean 2."""
+    advantage = torch.tensor([-1.0] * 4 + [-6.0])
+    weight = torch.tensor([1 / (4 * 2)] * 4 + [1 / (1 * 2)])
+    zero = torch.zeros(5)
+    loss, _ = policy_loss(zero, zero, advantage, weight, zero, None, Config())
+    assert loss.item() == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, want",
+    [(1.5, 1.0, -1.2), (1.5, -1.0, 1.5), (0.5, 1.0, -0.5), (0.5, -1.0, 0.8), (1.1, 2.0, -2.2)],
+)
+def test_clipping_takes_the_worse_of_the_two(ratio, advantage, want):
+    one, log_ratio = torch.ones(1), torch.tensor([ratio]).log()
+    loss, _ = policy_loss(log_ratio, torch.zeros(1), advantage * one, one, 0 * one, None, Config())
+    assert loss.item() == pytest.approx(want, rel=1e-5)
+
+
+def test_kl_estimates():
+    policy = torch.zeros(1)
+    assert kl_estimate(policy, torch.tensor([0.5]), "k3").item() == pytest.approx(0.148721, abs=1e-6)
+    assert kl_estimate(policy, torch.tensor([0.5]), "k2").item() == pytest.approx(0.125)
+    assert kl_estimate(policy, torch.tensor([0.5]), "k1").item() == pytest.approx(-0.5)
+    for kind in ("k1", "k2", "k3"):
+        assert kl_estimate(policy, policy, kind).item() == 0
+        far = torch.zeros(1, requires_grad=True)
+        kl = kl_estimate(far, torch.tensor([100.0]), kind)
+        kl.backward()
+        assert torch.isfinite(kl) and torch.isfinite(far.grad)
+
+
+def test_score_is_the_teacher_forced_log_softmax(tiny):
+    model, _ = tiny
+    found = episodes()
+    batch = make_batch(found, 0)
+    rows = torch.tensor([5, 0, 3])
+    logprob, entropy, row = score(model, batch, rows, 0.7)
+    want = []
+    for r in rows.tolist():  # each alone, unpadded
+        ids = torch.tensor([found[r].ids])
+        table = torch.log_softmax(model(ids).logits[0].double() / 0.7, -1)
+        want += [table[t - 1, ids[0, t]].item() for t in range(1, ids.shape[1]) if found[r].mask[t]]
+    assert logprob.tolist() == pytest.approx(want, abs=1e-4)
+    assert row.bincount().tolist() == [found[r].num_tokens for r in rows.tolist()]
+
+
+def test_on_policy_loss_is_zero_and_the_gradient_is_not(tiny):
+    """What users take for a dead run: the ratio is 1, advantages sum to 0, and yet there is a gradient."""
+    model, _ = tiny
+    found = episodes(4)
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    grad, log = gradient(model, found, range(4), advantage, settings())
+    assert abs(log["loss"]) < 1e-6 and grad.norm() > 1e-3 and log["clip_ratio"] == 0 and abs(log["approx_kl"]) < 1e-6
+
+
+def test_micro_batches_change_nothing(tiny):
+    model, _ = tiny
+    found, advantage = episodes(8), torch.linspace(-1, 1, 8)
+    want, _ = gradient(model, found, range(8), advantage, settings(micro_batch=8, entropy_coef=0.1))
+    for size in (1, 3, 4):
+        got, _ = gradient(model, found, range(8), advantage, settings(micro_batch=size, entropy_coef=0.1))
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_dropped_groups_dilute_nothing(tiny, beta):
+    """Two kept and two dropped groups give the gradient of the kept two alone; KL and entropy included."""
+    model, tokenizer = tiny
+    other = tiny_model(tokenizer, seed=1)
+    found, c = episodes(16), settings(beta=beta, entropy_coef=0.05)
+    rewards = torch.tensor([0.0, 1, 0, 1] + [0.5] * 4 + [1.0, 0, 0, 0] + [2.0] * 4)
+    ids = torch.arange(4).repeat_interleave(4)
+    kept = group_advantages(rewards, ids, filter="top_p", filter_value=1.0, include_zero=False)
+    assert kept.keep.tolist() == [True, False, True, False]
+    rows = [0, 1, 2, 3, 8, 9, 10, 11]
+
+    def reference(these):
+        with torch.no_grad():
+            logprob, _, row = score(other, make_batch(these, 0), torch.arange(len(these)), 1.0)
+        return train.by_episode(torch.arange(len(these)), row, logprob) if beta else None
+
+    got, _ = gradient(model, found, rows, kept.advantages, c, reference(found))
+    alone = [found[r] for r in rows]
+    want, _ = gradient(model, alone, range(8), kept.advantages[rows], c, reference(alone))
+    assert (got - want).norm() < 1e-5 * want.norm()
+    for scale, factor in (("linear", 0.5), ("sqrt", 0.707107)):
+        scaled, _ = gradient(model, found, rows, kept.advantages, settings(beta=beta, entropy_coef=0.05, filter_loss_scale=scale), reference(found))
+        assert (scaled - factor * want).norm() < 1e-5 * want.norm()
+
+
+def test_observation_positions_get_no_gradient(tiny):
+    model, _ = tiny
+    found = episodes(2)
+    batch = make_batch(found, 0)
+    seen = {}
+    hook = model.get_output_embeddings().register_forward_hook(lambda m, args, out: seen.update(rows=out.shape[1]))
+    score(model, batch, torch.arange(2), 1.0)
+    hook.remove()
+    assert seen["rows"] == sum(e.num_tokens for e in found)  # the head never saw the others
+
+
+def test_a_nan_gradient_costs_the_update_and_not_the_weights(tiny):
+    model, _ = tiny
+    before = [p.clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    batch, advantage = make_batch(episodes(4), 0), torch.tensor([1.0, float("nan"), 0.0, -1.0])
+    log = update(model, optimizer, scheduler, batch, advantage, torch.arange(4), None, settings(), np.random.default_rng(0), lambda t: None)
+    assert log["nonfinite_updates"] == 1 and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_several_minibatches_use_the_probabilities_from_before_the_first(tiny):
+    model, _ = tiny
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    batch, advantage = make_batch(episodes(8), 0), torch.tensor([1.0, -1] * 4)
+    c = Config(minibatches=2, epochs=2, max_grad_norm=1e9)
+    log = update(model, optimizer, scheduler, batch, advantage, torch.arange(8), None, c, np.random.default_rng(0), lambda t: None)
+    assert log["approx_kl"] > 1e-6  # the ratio left 1 after the first minibatch
+
+
+def test_micro_batches_cover_every_row_once():
+    batch = make_batch(episodes(8), 0)
+    parts = micro_batches(batch, torch.tensor([7, 1, 4, 2, 0]), 2)
+    assert sorted(torch.cat(parts).tolist()) == [0, 1, 2, 4, 7] and max(map(len, parts)) == 2
+
+
+@pytest.mark.parametrize(
+    "bad, key",
+    [({"groups": 0}, "groups"), ({"group_size": 1}, "group_size"), ({"env": "sokobam"}, "sokoban"), ({"temperature": 0.0}, "temperature"),
+     ({"filter_value": 1.5}, "filter_value"), ({"model": "./no-such-folder"}, "model"), ({"env_options": "boxs=2"}, "boxes"),
+     ({"lr": float("nan")}, "lr"), ({"log": "wandbb"}, "log")],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_named(bad, key):
+    with pytest.raises(ValueError, match=key):
+        check(Config(**bad))
+
+
+def test_learning_rate_schedule():
+    c = Config(lr_warmup=4, lr_schedule="linear")
+    assert train.learning_rate(0, 100, c) == pytest.approx(0.2) and train.learning_rate(50, 100, c) == pytest.approx(0.5)
+    assert train.learning_rate(50, 100, Config(lr_schedule="constant")) == 1.0
