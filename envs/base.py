@@ -49,6 +49,9 @@ class TextEnv(gymnasium.Env):
         self.action_space = gymnasium.spaces.Text(max_length=2_000, charset=CHARSET)
         self.render_mode = "ansi"
 
+    def render(self):
+        """The observation text, where an environment can give it at any time (gymnasium's checker asks for it)."""
+
     def demonstrate(self) -> Iterator[str]:
         """Yield good actions, one a time, each from the state as it is then (the caller steps in between)."""
         raise NotImplementedError(f"{type(self).__name__} has no solver")

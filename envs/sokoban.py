@@ -16,6 +16,7 @@ from nanoragen.envs.base import TextEnv
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = "#_O√XPS"
 MAX_STATES = 20_000  # positions the backward search visits at most: all of a one-box room, the nearest of a larger one
+MAX_TRIES = 300  # floor plans drawn for one room
 
 
 class Sokoban(TextEnv):
@@ -56,8 +57,14 @@ class Sokoban(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        while not self._draw_room():
-            pass  # a plan with no start of the wanted difficulty: draw another (rare; ends with probability 1)
+        tries = 1
+        while not self._draw_room():  # a plan with no start of the wanted difficulty: draw another (rare)
+            if tries == MAX_TRIES:
+                raise ValueError(
+                    f"min_moves, max_moves: no {self.height}x{self.width} room with {self.boxes_wanted} boxes and a shortest "
+                    f"solution of {self.min_moves} to {self.max_moves} moves in {tries} tries; valid: a wider range"
+                )
+            tries += 1
         return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
@@ -79,11 +86,17 @@ class Sokoban(TextEnv):
             cells = [WALL if c in self.walls else self._symbol(c) for c in range(self.height * self.width)]
             lines += ["".join(cells[r * self.width : (r + 1) * self.width]) for r in range(self.height)]
         if self.observation != "grid":
-            free = [a.lower() for a, d in self._delta.items() if self._next(self.player, self.boxes, d)[0] != self.player]
-            lines.append(f"box {self._from_player(self.boxes)} target {self._from_player(self.targets)} free {' '.join(free) or 'none'}")
+            free = [
+                a.lower() for a, d in self._delta.items() if self._next(self.player, self.boxes, d)[0] != self.player
+            ]
+            lines.append(
+                f"box {self._from_player(self.boxes)} target {self._from_player(self.targets)} free {' '.join(free) or 'none'}"
+            )
         if self.observation == "coordinates":  # without the grid the inner walls must be said too
             inner = [c for c in self.walls if self._inside(c)]
-            lines.append(f"player {self._where([self.player])} of {self.height},{self.width} walls {self._from_player(inner) or 'none'}")
+            lines.append(
+                f"player {self._where([self.player])} of {self.height},{self.width} walls {self._from_player(inner) or 'none'}"
+            )
         return "\n".join(lines)
 
     # -- solver --------------------------------------------------------------------------------------------------------

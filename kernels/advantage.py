@@ -55,11 +55,24 @@ def group_advantages(
         if value not in valid:
             raise ValueError(f"{key}: {value!r}; valid: {', '.join(map(str, valid))}")
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
-        raise ValueError(f"group_ids: shape {tuple(group_ids.shape)} for rewards {tuple(rewards.shape)}; valid: both [B]")
+        raise ValueError(
+            f"group_ids: shape {tuple(group_ids.shape)} for rewards {tuple(rewards.shape)}; valid: both [B]"
+        )
     G = num_groups if num_groups is not None else int(group_ids.max()) + 1 if len(group_ids) else 0
     if not (use_triton(backend, rewards) and rewards.dtype != torch.float64) or not G:
         return reference.group_advantages(
-            rewards, group_ids, G, scale, ddof, eps, filter, filter_value, filter_mode, filter_metric, include_zero, selection_eps
+            rewards,
+            group_ids,
+            G,
+            scale,
+            ddof,
+            eps,
+            filter,
+            filter_value,
+            filter_mode,
+            filter_metric,
+            include_zero,
+            selection_eps,
         )
     rewards, group_ids = rewards.float().contiguous(), group_ids.contiguous()
     advantages = torch.empty_like(rewards)

@@ -66,8 +66,12 @@ def bench(quick: bool):
     bandwidth = 2 * 4 * size / copy
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}, torch {torch.__version__}, copy {bandwidth / 1e9:.0f} GB/s\n")
-    print("| kernel | shape | p20 / p50 / p80 ms | GB/s | of copy | against plain torch | largest error |\n|---|---|---|---|---|---|---|")
-    shapes = [(8192, 151_936), (16384, 49_152), (4096, 262_144)] if device == "cuda" else [(256, 49_152), (128, 151_936)]
+    print(
+        "| kernel | shape | p20 / p50 / p80 ms | GB/s | of copy | against plain torch | largest error |\n|---|---|---|---|---|---|---|"
+    )
+    shapes = (
+        [(8192, 151_936), (16384, 49_152), (4096, 262_144)] if device == "cuda" else [(256, 49_152), (128, 151_936)]
+    )
     for T, V in shapes[:1] if quick else shapes:
         logits, targets = peaked_logits(T, V, device, dtype), torch.randint(V, (T,), device=device)
         few = slice(0, 64)
@@ -82,7 +86,10 @@ def bench(quick: bool):
         back = [lambda g=g: torch.autograd.grad(g[0].sum() + g[1].sum(), leaf, retain_graph=True) for g in graphs]
         row("logprob_entropy backward", (T, V), 2 * size, None, bandwidth, seconds(back, device, runs))
     P, D, V = (4096, 896, 151_936) if device == "cuda" else (256, 128, 4096)
-    hidden, weight = torch.randn(P, D, device=device, dtype=dtype), torch.randn(V, D, device=device, dtype=dtype) / D**0.5
+    hidden, weight = (
+        torch.randn(P, D, device=device, dtype=dtype),
+        torch.randn(V, D, device=device, dtype=dtype) / D**0.5,
+    )
     targets, cu = torch.randint(V, (P,), device=device), torch.arange(0, P + 1, 64, device=device)
 
     def plain_cross():
@@ -133,7 +140,9 @@ def compile_table() -> list[dict]:
     rows = []
     for name, kernel, types, constants, aligned, warps in cases:
         signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants)))
-        source = ASTSource(kernel, signature, constexprs=constants, attrs={(n,): [["tt.divisibility", 16]] for n in aligned})
+        source = ASTSource(
+            kernel, signature, constexprs=constants, attrs={(n,): [["tt.divisibility", 16]] for n in aligned}
+        )
         for target in TARGETS:
             where = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
             built = compile(source, target=where, options={"num_warps": warps})
@@ -144,14 +153,21 @@ def compile_table() -> list[dict]:
 def _nvidia(built) -> dict:
     import triton
 
-    widest = max((int(v or 1) * int(b) for v, b in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])), default=0)
+    widest = max(
+        (int(v or 1) * int(b) for v, b in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])),
+        default=0,
+    )
     arch = re.search(r"\.target (\w+)", built.asm["ptx"])[1]
     found = {"registers": None, "spills": None, "load_bits": widest}
     for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"), reverse=True):
-        with tempfile.TemporaryDirectory() as folder:  # the newer assembler first: the older may not know the PTX version
+        with (
+            tempfile.TemporaryDirectory() as folder
+        ):  # the newer assembler first: the older may not know the PTX version
             source = Path(folder) / "kernel.ptx"
             source.write_text(built.asm["ptx"])
-            done = subprocess.run([ptxas, "-v", f"-arch={arch}", source, "-o", Path(folder) / "out"], capture_output=True, text=True)
+            done = subprocess.run(
+                [ptxas, "-v", f"-arch={arch}", source, "-o", Path(folder) / "out"], capture_output=True, text=True
+            )
         said = done.stdout + done.stderr
         if done.returncode == 0:
             found["registers"] = int(re.search(r"Used (\d+) registers", said)[1])

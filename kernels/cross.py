@@ -38,7 +38,12 @@ def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, *, temperature=1.0
         return reference.cross_logprob_matrix(hidden, weight, targets, cu_seqlens, float(temperature))
     if interpreted():  # its bf16 products are wrong; the same numbers as float32 are exact
         hidden, weight = hidden.float(), weight.float()
-    hidden, weight, targets, cu_seqlens = hidden.contiguous(), weight.contiguous(), targets.contiguous(), cu_seqlens.contiguous()
+    hidden, weight, targets, cu_seqlens = (
+        hidden.contiguous(),
+        weight.contiguous(),
+        targets.contiguous(),
+        cu_seqlens.contiguous(),
+    )
     S, V = len(cu_seqlens) - 1, len(weight)
     sums = torch.empty(S, dtype=torch.float32, device=hidden.device)
     if S:

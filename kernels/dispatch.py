@@ -31,7 +31,9 @@ def use_triton(backend: str, tensor) -> bool:
         warn_once()
         return False
     if backend == "triton" and not (tensor.is_cuda or interpreted()):
-        raise ValueError("backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before the import; valid: torch, or auto")
+        raise ValueError(
+            "backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before the import; valid: torch, or auto"
+        )
     return wanted
 
 

@@ -38,7 +38,9 @@ def logprob_entropy(logits, targets, *, temperature=1.0, ignore_index=-100, back
     Source: the entropy and policy terms of RAGEN-2 (arXiv 2604.06268), eq. 1; online softmax after Milakov & Gimelshein 2018.
     """
     if logits.shape[:-1] != targets.shape or logits.ndim < 1 or logits.shape[-1] == 0:
-        raise ValueError(f"targets: shape {tuple(targets.shape)} for logits {tuple(logits.shape)}; valid: logits' without the last")
+        raise ValueError(
+            f"targets: shape {tuple(targets.shape)} for logits {tuple(logits.shape)}; valid: logits' without the last"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature: {temperature}; valid: above 0")
     shape = targets.shape

@@ -81,16 +81,31 @@ def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, temperature):
     for rows in torch.arange(len(targets), device=hidden.device).split(max(1, 4 * CHUNK // len(weight))):
         logits = (hidden[rows].to(dtype) @ weight.T).div_(temperature)
         logprob[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - logits.logsumexp(1)
-    segment = torch.arange(len(cu_seqlens) - 1, device=hidden.device).repeat_interleave((cu_seqlens[1:] - cu_seqlens[:-1]).long())
+    segment = torch.arange(len(cu_seqlens) - 1, device=hidden.device).repeat_interleave(
+        (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    )
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    return torch.zeros(len(cu_seqlens) - 1, dtype=dtype, device=hidden.device).index_add_(0, segment, logprob[first:last])
+    return torch.zeros(len(cu_seqlens) - 1, dtype=dtype, device=hidden.device).index_add_(
+        0, segment, logprob[first:last]
+    )
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
 def group_advantages(
-    rewards, group_ids, groups, scale, ddof, eps, filter, filter_value, filter_mode, filter_metric, include_zero, selection_eps
+    rewards,
+    group_ids,
+    groups,
+    scale,
+    ddof,
+    eps,
+    filter,
+    filter_value,
+    filter_mode,
+    filter_metric,
+    include_zero,
+    selection_eps,
 ):
     """Twin of advantage.group_advantages; the meaning of every argument stands there."""
     r = rewards if rewards.dtype == torch.float64 else rewards.float()

@@ -49,7 +49,9 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     (temporary / MARKER).write_text(json.dumps(sizes, indent=1) + "\n")
     _sync(temporary / MARKER)
     _sync(temporary)
-    if folder.exists():  # saved again at the same step; a kill between the two renames leaves .old, which newest() reads
+    if (
+        folder.exists()
+    ):  # saved again at the same step; a kill between the two renames leaves .old, which newest() reads
         old = run_dir / f"{folder.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)

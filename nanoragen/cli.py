@@ -113,7 +113,9 @@ def _parser(config_class, prog, description) -> HfArgumentParser:
     for f in dataclasses.fields(config_class):
         if kinds[f.name] is bool and f.default is False:  # HfArgumentParser has it only where the default is True
             names = {f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"}
-            parser.add_argument(*sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS)
+            parser.add_argument(
+                *sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS
+            )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags beside it win")
     return parser
 
@@ -154,7 +156,11 @@ def _parse(parser, config_class, argv) -> argparse.Namespace:
 
 def _unknown(name, where, dashes, config_class) -> str:
     near = nearest(name.lstrip("-"), config_class)
-    return f"{name}: there is no such setting{where}; " + (f"did you mean {dashes}{near}? " if near else "") + "valid: see --help"
+    return (
+        f"{name}: there is no such setting{where}; "
+        + (f"did you mean {dashes}{near}? " if near else "")
+        + "valid: see --help"
+    )
 
 
 def _read(path: str, config_class) -> list[str]:

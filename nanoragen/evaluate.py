@@ -100,7 +100,9 @@ def _actions(env, policy, rng):
         return env.demonstrate
     if hasattr(env, "random_action"):
         return lambda: (env.random_action(rng) for _ in itertools.count())
-    return lambda: (env.actions[rng.integers(len(env.actions))] for _ in itertools.count())  # the bandit's from reset on
+    return lambda: (
+        env.actions[rng.integers(len(env.actions))] for _ in itertools.count()
+    )  # the bandit's from reset on
 
 
 def _play(env, name, seed, group, sampling, actions):
@@ -108,8 +110,13 @@ def _play(env, name, seed, group, sampling, actions):
     from nanoragen.rollout import Episode, Turn
 
     state, info = env.reset(seed=seed)
-    episode = Episode(name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"])
-    max_turns, max_actions = sampling.max_turns or env.max_turns, sampling.max_actions_per_turn or env.max_actions_per_turn
+    episode = Episode(
+        name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"]
+    )
+    max_turns, max_actions = (
+        sampling.max_turns or env.max_turns,
+        sampling.max_actions_per_turn or env.max_actions_per_turn,
+    )
     plan = iter(actions())
     while not (episode.terminated or episode.truncated):
         shown, executed, total = state, [], 0.0

@@ -179,7 +179,10 @@ def console_line(m: dict) -> str:
     add("rollout/kept_groups", lambda v: f"kept {v}{_of_groups(v, of('rollout/filter_kept_ratio'))}")
     add(sample + "conditional_entropy_est", lambda v: f"H(Z|X) {v:.2f}")
     add(sample + "mi_seq_estimate", lambda v: f"MI {v:.2f} of {of(sample + 'mi_upper_bound'):.2f}")
-    add(sample + "retrieval_accuracy", lambda v: f"retrieval {v:4.0%} (chance {of(sample + 'retrieval_chance_level'):.0%})")
+    add(
+        sample + "retrieval_accuracy",
+        lambda v: f"retrieval {v:4.0%} (chance {of(sample + 'retrieval_chance_level'):.0%})",
+    )
     add("tokens_per_second", lambda v: f"{v:,.0f} tokens/s")
     add("regime", str)
     add("eval/" + success, lambda v: f"held-out success {v:.1%}")
@@ -210,7 +213,11 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
         values = [m[key] for m in late if m.get(key) is not None]
         return _mean(values) if values else default
 
-    parse, flat, std = mean("rollout/parse_rate", 1.0), mean("rollout/zero_variance_ratio"), mean("rollout/in_group_reward_std")
+    parse, flat, std = (
+        mean("rollout/parse_rate", 1.0),
+        mean("rollout/zero_variance_ratio"),
+        mean("rollout/in_group_reward_std"),
+    )
     skipped, nonfinite = mean("skipped"), mean("nonfinite_updates")
     success, clipped = mean(f"{env}/success"), mean("rollout/truncated_by_context")
     out = []
@@ -220,7 +227,9 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
             "Raise --max_tokens if they are cut, or start from a model that knows the format."
         )
     if clipped > 0.3:
-        out.append(f"{clipped:.0%} of the episodes ran out of context. Lower --max_turns or --max_tokens, or raise --max_context.")
+        out.append(
+            f"{clipped:.0%} of the episodes ran out of context. Lower --max_turns or --max_tokens, or raise --max_context."
+        )
     if flat > 0.7:
         if success < 0.1:
             why = "almost all fail, so make it easier (--env_options) or start from a better model"
@@ -228,7 +237,9 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
             why = "almost all succeed, so make it harder (--env_options)"
         else:
             why = "episodes of a group end alike, so raise --temperature or --group_size"
-        out.append(f"No variance in groups: in {flat:.0%} of them all episodes earn the same, so there is no task gradient ({why}).")
+        out.append(
+            f"No variance in groups: in {flat:.0%} of them all episodes earn the same, so there is no task gradient ({why})."
+        )
     if skipped > 0.3:
         out.append(
             f"Everything is filtered: {skipped:.0%} of the steps kept no group and updated nothing. "
@@ -243,7 +254,15 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
         out.append(
             f"The signals are there (in-group reward std {std:.2f}, {parse:.0%} of replies parse, {1 - flat:.0%} of groups vary), "
             f"but the reward is flat ({first:.2f} in the first steps, {last:.2f} in the last). "
-            + ("A few steps prove little: raise --steps." if len(history) < 20 else "Try another --lr, more --steps, or more --groups.")
+            + (
+                "A few steps prove little: raise --steps."
+                if len(history) < 20
+                else "Try another --lr, more --steps, or more --groups."
+            )
         )
-    head = "Held-out success fell." if fell else "Nothing was learned beyond chance (the intervals before and after overlap)."
+    head = (
+        "Held-out success fell."
+        if fell
+        else "Nothing was learned beyond chance (the intervals before and after overlap)."
+    )
     return [head, *out]

@@ -39,7 +39,9 @@ def locate(name: str) -> tuple[str, dict]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         config = path / "config.json"
-        if not (config.is_file() and '"model_type"' in config.read_text()):  # a run's folder has a config.json of its own
+        if not (
+            config.is_file() and '"model_type"' in config.read_text()
+        ):  # a run's folder has a config.json of its own
             inside = sorted(p.name for p in path.glob("step_*") if (p / "config.json").is_file())
             hint = f", but {inside[-1]} in it is" if inside else " (no config.json with a model_type)"
             raise ValueError(f"model: {name} is not a model folder{hint}; {VALID}")
@@ -64,19 +66,48 @@ def load(name="nano", *, device=None, dtype=None):
 
     disable_progress_bar()  # loading takes a moment, and the trainer has a bar of its own
     device = pick_device(device)
+    if "gguf_file" in extra:
+        loading = _gguf_arguments()
+    else:
+        loading = {}
+        extra = extra if Path(where).is_dir() or _hub_answers(where) else {"local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32, **extra)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32, **extra, **loading)
     except Exception as e:  # no network, no such name, a cut or foreign file: as many types as libraries underneath
         reason = " ".join(str(e).split())[:200]
         at = "this folder or file" if Path(where).exists() else "no such folder here, and from the hub"
         raise ValueError(f"model: {name} cannot be loaded ({at}: {reason}); {VALID} (the hub needs a network)") from e
+    if "gguf_file" in extra and getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer.remove_quantization_config(model)  # it is a plain model now, to be trained and saved as one
     model.to(device)
     if device.type == "cuda" and is_flash_attn_2_available() and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from the sampler, so pad = eos is harmless
     return model.eval(), tokenizer
+
+
+def _gguf_arguments() -> dict:
+    """What makes transformers unpack a GGUF file. Before it could keep the blocks packed, it always did."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def _hub_answers(name: str) -> bool:
+    """One quick question to the hub. Without an answer only what was downloaded before is tried, not for a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(name, timeout=5)
+    except HfHubHTTPError:
+        pass  # an answer, though not a kind one: from_pretrained says it in full
+    except Exception:  # no network, no route, switched off: of whatever library is underneath
+        return False
+    return True
 
 
 def pick_device(device=None):

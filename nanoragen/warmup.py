@@ -69,7 +69,10 @@ def think_sokoban(env, plan, rng) -> str:
     target = min(goals, key=lambda t: abs(rows_columns(t) - rows_columns(box)).sum())
     return (
         say(rng, f"{{the box|box|my box}} {{is|lies|sits}} {offset(*rows_columns(box) - here)}{{,|;|.}} ")
-        + say(rng, f"{{the target|target|its target|goal}} {{is|lies|sits}} {offset(*rows_columns(target) - here)}{{,|;|.}} ")
+        + say(
+            rng,
+            f"{{the target|target|its target|goal}} {{is|lies|sits}} {offset(*rows_columns(target) - here)}{{,|;|.}} ",
+        )
         + go(plan, rng)
     )
 
@@ -84,8 +87,16 @@ def think_frozen_lake(env, plan, rng) -> str:
 
 def think_bandit(env, plan, rng) -> str:
     best, other = env.better.lower(), next(a for a in env.actions if a != env.better).lower()
-    claim = rng.choice([f"{best} {{is worth more|is finer|is better|is richer}} than {other}", f"{other} {{is poorer|is worse|is cheaper}} than {best}"])
-    return say(rng, f"{{I think|it seems|surely|clearly}} {claim}{{,|;|.}} {{so|then|now|hence}} {{I pull|pull|I take|take}} {plan[0].lower()}")
+    claim = rng.choice(
+        [
+            f"{best} {{is worth more|is finer|is better|is richer}} than {other}",
+            f"{other} {{is poorer|is worse|is cheaper}} than {best}",
+        ]
+    )
+    return say(
+        rng,
+        f"{{I think|it seems|surely|clearly}} {claim}{{,|;|.}} {{so|then|now|hence}} {{I pull|pull|I take|take}} {plan[0].lower()}",
+    )
 
 
 def think_countdown(env, plan, rng) -> str:
@@ -98,15 +109,26 @@ def think_countdown(env, plan, rng) -> str:
         steps.append(say(rng, f"{inner[1]} {{is|gives|makes}} {value}"))
         text = text.replace(inner[0], str(value), 1)
     verdict = "{right|good|that is it|done}" if value == env.target else "{not it|wrong|no|off}"
-    return say(rng, f"{{I need|need|target|the target is}} {env.target}{{,|;|.}} {{try|take|use|say}} {', '.join(steps)}{{,|;|.}} {verdict}")
+    return say(
+        rng,
+        f"{{I need|need|target|the target is}} {env.target}{{,|;|.}} {{try|take|use|say}} {', '.join(steps)}{{,|;|.}} {verdict}",
+    )
 
 
 def go(plan, rng) -> str:
     """The end of a thought: the moves it came to."""
-    return say(rng, "{so|then|now|hence} {I go|go|I move|move|walk} ") + say(rng, " {then|and|and then} ").join(plan).lower()
+    return (
+        say(rng, "{so|then|now|hence} {I go|go|I move|move|walk} ")
+        + say(rng, " {then|and|and then} ").join(plan).lower()
+    )
 
 
-THINK = {"sokoban": think_sokoban, "frozen_lake": think_frozen_lake, "bandit": think_bandit, "countdown": think_countdown}
+THINK = {
+    "sokoban": think_sokoban,
+    "frozen_lake": think_frozen_lake,
+    "bandit": think_bandit,
+    "countdown": think_countdown,
+}
 
 
 def demonstration(name: str, env, seed: int, rng, plan_noise=None, hand_noise=None):
@@ -164,7 +186,10 @@ def train_tokenizer(texts, vocab_size: int):
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -186,10 +211,19 @@ def new_model(tokenizer, hidden: int, layers: int):
     end = tokenizer.eos_token_id
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-            num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, max_position_embeddings=2048,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True,
-            initializer_range=0.02, bos_token_id=None, eos_token_id=end, pad_token_id=tokenizer.pad_token_id,
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 32,
+            num_key_value_heads=hidden // 64,
+            max_position_embeddings=2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            initializer_range=0.02,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
     )
 
@@ -267,7 +301,9 @@ def train(args):
         texts = (f"{i}\n{o}\n{r}" for i, turns in (stream.episode() for _ in range(3000)) for o, r in turns)
         tokenizer = train_tokenizer(texts, args.vocab)
         model = new_model(tokenizer, args.hidden, args.layers)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}", flush=True
+    )
     # Muon for the matrices of the blocks (about half the steps of AdamW here), AdamW for the rest.
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -294,7 +330,10 @@ def train(args):
         smooth = reply_nll if smooth is None else 0.98 * smooth + 0.02 * reply_nll
         if step % 50 == 0:
             speed = seen / (time.time() - start)
-            print(f"step {step} reply nll {smooth:.4f} nats/token, {seen / 1e6:.1f}M tokens, {speed:.0f} tokens/s", flush=True)
+            print(
+                f"step {step} reply nll {smooth:.4f} nats/token, {seen / 1e6:.1f}M tokens, {speed:.0f} tokens/s",
+                flush=True,
+            )
         if step % args.save_every == 0 or step == args.steps:
             save(model, tokenizer, out)
             (out / "warmup.json").write_text(json.dumps({**vars(args), "steps_done": step, "tokens": seen}, indent=1))
@@ -312,7 +351,9 @@ def save(model, tokenizer, folder: Path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m nanoragen.warmup", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m nanoragen.warmup", description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--out", required=True, help="folder of the new model")
     parser.add_argument("--resume", help="go on from this model folder instead of from nothing")
     parser.add_argument("--steps", type=int, default=4000)

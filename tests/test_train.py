@@ -46,7 +46,9 @@ def gradient(model, found, rows, advantage, c, ref=None):
             model.zero_grad(set_to_none=True)
 
     batch = make_batch(found, 0)
-    log = update(model, Spy(), Spy(), batch, advantage, torch.tensor(rows), ref, c, np.random.default_rng(0), lambda text: None)
+    log = update(
+        model, Spy(), Spy(), batch, advantage, torch.tensor(rows), ref, c, np.random.default_rng(0), lambda text: None
+    )
     return torch.cat([g.flatten() for g in grads.values()]), log
 
 
@@ -141,7 +143,14 @@ def test_dropped_groups_dilute_nothing(tiny, beta):
     want, _ = gradient(model, alone, range(8), kept.advantages[rows], c, reference(alone))
     assert (got - want).norm() < 1e-5 * want.norm()
     for scale, factor in (("linear", 0.5), ("sqrt", 0.707107)):
-        scaled, _ = gradient(model, found, rows, kept.advantages, settings(beta=beta, entropy_coef=0.05, filter_loss_scale=scale), reference(found))
+        scaled, _ = gradient(
+            model,
+            found,
+            rows,
+            kept.advantages,
+            settings(beta=beta, entropy_coef=0.05, filter_loss_scale=scale),
+            reference(found),
+        )
         assert (scaled - factor * want).norm() < 1e-5 * want.norm()
 
 
@@ -162,7 +171,18 @@ def test_a_nan_gradient_costs_the_update_and_not_the_weights(tiny):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     batch, advantage = make_batch(episodes(4), 0), torch.tensor([1.0, float("nan"), 0.0, -1.0])
-    log = update(model, optimizer, scheduler, batch, advantage, torch.arange(4), None, settings(), np.random.default_rng(0), lambda t: None)
+    log = update(
+        model,
+        optimizer,
+        scheduler,
+        batch,
+        advantage,
+        torch.arange(4),
+        None,
+        settings(),
+        np.random.default_rng(0),
+        lambda t: None,
+    )
     assert log["nonfinite_updates"] == 1 and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
@@ -172,7 +192,18 @@ def test_several_minibatches_use_the_probabilities_from_before_the_first(tiny):
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     batch, advantage = make_batch(episodes(8), 0), torch.tensor([1.0, -1] * 4)
     c = Config(minibatches=2, epochs=2, max_grad_norm=1e9)
-    log = update(model, optimizer, scheduler, batch, advantage, torch.arange(8), None, c, np.random.default_rng(0), lambda t: None)
+    log = update(
+        model,
+        optimizer,
+        scheduler,
+        batch,
+        advantage,
+        torch.arange(8),
+        None,
+        c,
+        np.random.default_rng(0),
+        lambda t: None,
+    )
     assert log["approx_kl"] > 1e-6  # the ratio left 1 after the first minibatch
 
 
@@ -195,5 +226,7 @@ def test_settings_that_cannot_work_are_named(bad, key):
 
 def test_learning_rate_schedule():
     c = Config(lr_warmup=4, lr_schedule="linear")
-    assert train.learning_rate(0, 100, c) == pytest.approx(0.2) and train.learning_rate(50, 100, c) == pytest.approx(0.5)
+    assert train.learning_rate(0, 100, c) == pytest.approx(0.2) and train.learning_rate(50, 100, c) == pytest.approx(
+        0.5
+    )
     assert train.learning_rate(50, 100, Config(lr_schedule="constant")) == 1.0

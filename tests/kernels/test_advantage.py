@@ -10,7 +10,9 @@ from backends import BACKENDS, DEVICE
 from nanoragen.kernels.advantage import FILTERS, group_advantages
 
 
-def book(rewards, ids, G, *, scale, ddof, filter, filter_value, filter_mode, filter_metric, include_zero, selection_eps):
+def book(
+    rewards, ids, G, *, scale, ddof, filter, filter_value, filter_mode, filter_metric, include_zero, selection_eps
+):
     """Lists in, lists out; nothing vectorised, a sort for the ranking."""
     groups = [[r for r, i in zip(rewards, ids) if i == g] for g in range(G)]
     mean = [sum(x) / len(x) for x in groups]
@@ -65,7 +67,9 @@ def test_random_batches(filter, backend):
             selection_eps=rng.choice([0.0, 0.01]), filter=filter,
             filter_value=rng.randint(1, G) if filter == "top_k_abs" else rng.choice([0.37, 0.55, 0.9]),
         )  # fmt: skip
-        got = group_advantages(torch.tensor(rewards, device=DEVICE), torch.tensor(ids, device=DEVICE), backend=backend, **how)
+        got = group_advantages(
+            torch.tensor(rewards, device=DEVICE), torch.tensor(ids, device=DEVICE), backend=backend, **how
+        )
         want = book(rewards, ids, G, **how)
         assert got.keep.tolist() == want[1], (how, rewards, ids)
         for a, b in zip((got.advantages, got.score, got.mean, got.std), (want[0], *want[2:])):
@@ -73,15 +77,25 @@ def test_random_batches(filter, backend):
 
 
 def advantages(rewards, ids, **how):
-    return group_advantages(torch.tensor(rewards, device=DEVICE), torch.tensor(ids, device=DEVICE), **how).advantages.tolist()
+    return group_advantages(
+        torch.tensor(rewards, device=DEVICE), torch.tensor(ids, device=DEVICE), **how
+    ).advantages.tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_worked_cases(backend):
-    assert advantages([0.0, 10.0, 1.0, 20.0], [0, 1, 0, 1], backend=backend) == pytest.approx([-0.707107] * 2 + [0.707107] * 2, abs=1e-5)
-    assert advantages([0.0, 10.0, 1.0, 20.0], [0, 1, 0, 1], ddof=0, backend=backend) == pytest.approx([-1, -1, 1, 1], abs=1e-5)
-    assert advantages([1.0, 1.0, 2.0], [0] * 3, backend=backend) == pytest.approx([-0.57735, -0.57735, 1.154701], abs=1e-5)
-    assert advantages([1.0, 1.0, 2.0], [0] * 3, ddof=0, backend=backend) == pytest.approx([-0.707107] * 2 + [1.414214], abs=1e-5)
+    assert advantages([0.0, 10.0, 1.0, 20.0], [0, 1, 0, 1], backend=backend) == pytest.approx(
+        [-0.707107] * 2 + [0.707107] * 2, abs=1e-5
+    )
+    assert advantages([0.0, 10.0, 1.0, 20.0], [0, 1, 0, 1], ddof=0, backend=backend) == pytest.approx(
+        [-1, -1, 1, 1], abs=1e-5
+    )
+    assert advantages([1.0, 1.0, 2.0], [0] * 3, backend=backend) == pytest.approx(
+        [-0.57735, -0.57735, 1.154701], abs=1e-5
+    )
+    assert advantages([1.0, 1.0, 2.0], [0] * 3, ddof=0, backend=backend) == pytest.approx(
+        [-0.707107] * 2 + [1.414214], abs=1e-5
+    )
     assert advantages([1.0, 0.0, 0.0, 0.0], [0] * 4, backend=backend) == pytest.approx([1.5] + [-0.5] * 3, abs=1e-5)
     assert advantages([-0.3, -0.5], [0, 0], backend=backend) == pytest.approx([0.707107, -0.707107], abs=1e-5)
 

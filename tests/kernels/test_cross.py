@@ -42,7 +42,9 @@ def test_a_segment_is_the_same_bits_alone(backend):
     targets, cu = torch.randint(50, (40,), device=DEVICE), torch.tensor([0, 10, 40], device=DEVICE)
     both = cross_logprob_matrix(hidden, weight, targets, cu, backend=backend)
     if backend == "triton":
-        alone = cross_logprob_matrix(hidden[10:], weight, targets[10:], torch.tensor([0, 30], device=DEVICE), backend=backend)
+        alone = cross_logprob_matrix(
+            hidden[10:], weight, targets[10:], torch.tensor([0, 30], device=DEVICE), backend=backend
+        )
         assert torch.equal(alone[0], both[1])
     again = cross_logprob_matrix(hidden, weight, targets, cu, backend=backend)
     assert torch.equal(both, again)
@@ -50,7 +52,9 @@ def test_a_segment_is_the_same_bits_alone(backend):
 
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit"):
-        cross_logprob_matrix(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long), torch.tensor([0, 3]))
+        cross_logprob_matrix(
+            torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long), torch.tensor([0, 3])
+        )
 
 
 @pytest.mark.gpu

@@ -46,7 +46,9 @@ def test_values_and_gradients(V, dtype, backend):
 @pytest.mark.parametrize("shift", [0.0, 1000.0, -120.0, -50.0])
 @pytest.mark.parametrize("V", [1, 3, 127, 129, 1000, 50257])
 def test_equal_logits_give_ln_v_at_any_offset(V, shift, backend):
-    logprob, entropy = logprob_entropy(torch.full((1, V), shift, device=DEVICE), torch.tensor([V - 1], device=DEVICE), backend=backend)
+    logprob, entropy = logprob_entropy(
+        torch.full((1, V), shift, device=DEVICE), torch.tensor([V - 1], device=DEVICE), backend=backend
+    )
     assert logprob.item() == pytest.approx(-math.log(V), abs=2e-5)
     assert entropy.item() == pytest.approx(math.log(V), abs=2e-5)
 
@@ -91,7 +93,11 @@ def test_ignored_rows_are_zero_without_gradient(backend):
     logits = torch.randn(2, 3, 50, device=DEVICE, requires_grad=True)
     targets = torch.tensor([[1, -100, 2], [-100, -100, 49]], device=DEVICE)
     logprob, entropy = logprob_entropy(logits, targets, backend=backend)
-    assert logprob.shape == targets.shape and (logprob[targets == -100] == 0).all() and (entropy[targets == -100] == 0).all()
+    assert (
+        logprob.shape == targets.shape
+        and (logprob[targets == -100] == 0).all()
+        and (entropy[targets == -100] == 0).all()
+    )
     (logprob.sum() + entropy.sum()).backward()
     assert (logits.grad[targets == -100] == 0).all() and (logits.grad[targets != -100] != 0).any()
 
@@ -102,7 +108,9 @@ def test_strided_rows_expanded_gradients_and_untouched_input(backend):
     view = wide[::2, :129].requires_grad_()
     targets, before = torch.tensor([0, 5, 128], device=DEVICE), wide.clone()
     logprob, entropy = logprob_entropy(view, targets, backend=backend)
-    (first,) = torch.autograd.grad(logprob.sum() + entropy.sum(), view, retain_graph=True)  # .sum() sends an expanded gradient
+    (first,) = torch.autograd.grad(
+        logprob.sum() + entropy.sum(), view, retain_graph=True
+    )  # .sum() sends an expanded gradient
     (second,) = torch.autograd.grad(logprob.sum() + entropy.sum(), view)
     assert torch.equal(first, second) and torch.equal(wide, before)
     exact = view.detach().double().requires_grad_()
@@ -163,7 +171,9 @@ assert torch.allclose(a[0], b[0], atol=1e-5) and torch.allclose(a[1], b[1], atol
     pytest.importorskip("triton")
     import os
 
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -175,7 +185,9 @@ def test_last_row_of_a_tensor_beyond_two_to_the_31_elements_on_a_gpu():
     logprob, entropy = logprob_entropy(logits, targets)
     alone = logprob_entropy(logits[-1:].clone(), targets[-1:])
     assert torch.equal(logprob[-1:], alone[0]) and torch.equal(entropy[-1:], alone[1])
-    assert logprob[0].item() == pytest.approx(-11.931215, abs=1e-4) and entropy[0].item() == pytest.approx(11.931215, abs=1e-4)
+    assert logprob[0].item() == pytest.approx(-11.931215, abs=1e-4) and entropy[0].item() == pytest.approx(
+        11.931215, abs=1e-4
+    )
 
 
 @pytest.mark.gpu

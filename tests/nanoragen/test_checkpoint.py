@@ -35,7 +35,10 @@ def test_a_checkpoint_is_a_hugging_face_folder(tmp_path, parts):  # C2
     folder = save(tmp_path, 100, parts)
     assert folder == tmp_path / "step_000100" and [p.name for p in tmp_path.iterdir()] == ["step_000100"]
     again, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert again.generate(IDS, do_sample=False, max_new_tokens=8).tolist() == model.generate(IDS, do_sample=False, max_new_tokens=8).tolist()
+    assert (
+        again.generate(IDS, do_sample=False, max_new_tokens=8).tolist()
+        == model.generate(IDS, do_sample=False, max_new_tokens=8).tolist()
+    )
     chat = [{"role": "user", "content": "hé √ 你"}]
     assert words.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
     assert words("hé √ <think>")["input_ids"] == tokenizer("hé √ <think>")["input_ids"]
@@ -60,7 +63,9 @@ def test_states_come_back_exactly(tmp_path):
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     step(model, optimizer, scheduler)
     state = {"seed_cursor": 17, "ema": 0.1 + 0.2, "first_regime": [0.3, None]}
-    folder = checkpoint.save(tmp_path, 1, model, byte_tokenizer(), optimizer=optimizer, scheduler=scheduler, state=state)
+    folder = checkpoint.save(
+        tmp_path, 1, model, byte_tokenizer(), optimizer=optimizer, scheduler=scheduler, state=state
+    )
     expected = [step(model, optimizer, scheduler) for _ in range(3)]
 
     _, optimizer2, scheduler2 = fresh()
@@ -136,7 +141,9 @@ def test_kill_at_any_point_of_saving(tmp_path):  # C1
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for trial in range(4):
         folder = tmp_path / str(trial)
-        process = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment
+        )
         while process.stdout.readline().strip() != "2":
             assert process.poll() is None
         time.sleep(rng.uniform(0, 0.15))

@@ -95,7 +95,9 @@ def test_a_file_of_settings(tmp_path):
     assert parse("--steps", "9", "--config", path).steps == 9
     assert parse("--config", path, "--no_shuffle").shuffle is False
     assert parse("--config", write(tmp_path, "")) == Config()
-    assert parse("--config", write(tmp_path, "temperature: -1e-3\nenv: '--x'\n")) == Config(temperature=-1e-3, env="--x")
+    assert parse("--config", write(tmp_path, "temperature: -1e-3\nenv: '--x'\n")) == Config(
+        temperature=-1e-3, env="--x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,4 +142,7 @@ def test_help_shows_every_setting_and_imports_nothing_heavy():
         "assert not {'torch', 'gymnasium', 'triton', 'matplotlib'} & set(sys.modules)\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert all(f"--{name}" in shown for name in ("env", "model", "samples", "max_tokens", "config")) and "--max-tokens" not in shown
+    assert (
+        all(f"--{name}" in shown for name in ("env", "model", "samples", "max_tokens", "config"))
+        and "--max-tokens" not in shown
+    )

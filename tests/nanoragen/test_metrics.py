@@ -14,9 +14,24 @@ from nanoragen.rollout import Episode, Turn
 
 
 def episode(rewards=(0.5, 1.0), success=True, parsed=True, truncated=""):
-    turns = [Turn(2 * i + 2, 2 * i + 4, 2 * i + 3, f"see {i}", "hm</think><answer>a</answer>", ["a"], parsed, r) for i, r in enumerate(rewards)]
+    turns = [
+        Turn(2 * i + 2, 2 * i + 4, 2 * i + 3, f"see {i}", "hm</think><answer>a</answer>", ["a"], parsed, r)
+        for i, r in enumerate(rewards)
+    ]
     n = len(rewards)
-    return Episode("bandit", 7, 0, list(range(2 + 2 * n)), [0, 0] + [1] * 2 * n, turns, not truncated, truncated, success, "rules", "see 0")
+    return Episode(
+        "bandit",
+        7,
+        0,
+        list(range(2 + 2 * n)),
+        [0, 0] + [1] * 2 * n,
+        turns,
+        not truncated,
+        truncated,
+        success,
+        "rules",
+        "see 0",
+    )
 
 
 def lines(path):
@@ -39,9 +54,19 @@ def test_rollouts_hold_what_is_needed_to_replay_and_check_an_episode(tmp_path): 
     log = metrics.Log(tmp_path, {})
     log.rollouts(5, [episode(), episode((-0.1,), False, False, "turns")], [0.7, -0.7], [True, False])
     a, b = lines(tmp_path / "rollouts.jsonl")
-    assert (a["step"], a["env"], a["seed"], a["group"], a["advantage"], a["kept"], a["success"]) == (5, "bandit", 7, 0, 0.7, True, True)
+    assert (a["step"], a["env"], a["seed"], a["group"], a["advantage"], a["kept"], a["success"]) == (
+        5,
+        "bandit",
+        7,
+        0,
+        0.7,
+        True,
+        True,
+    )
     assert [t["reward"] for t in a["turns"]] == [0.5, 1.0] and a["reward"] == 1.5
-    assert len(a["ids"]) == len(a["mask"]) and [m["role"] for m in a["messages"]] == ["system"] + ["user", "assistant"] * 2
+    assert (
+        len(a["ids"]) == len(a["mask"]) and [m["role"] for m in a["messages"]] == ["system"] + ["user", "assistant"] * 2
+    )
     for turn in a["turns"]:
         assert a["mask"][turn["start"] : turn["end"]] == [1, 1]
     assert (b["kept"], b["truncated"], b["turns"][0]["parsed"]) == (False, "turns", False)
@@ -89,7 +114,10 @@ def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch):
 
 
 def test_trackers(tmp_path, monkeypatch):
-    for text, match in (("tensorbord", "there is no"), ("trackio", "trackio is not installed; valid: pip install trackio")):
+    for text, match in (
+        ("tensorbord", "there is no"),
+        ("trackio", "trackio is not installed; valid: pip install trackio"),
+    ):
         monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match="^log: .*" + match):
             metrics.Log(tmp_path, {}, trackers=text)
@@ -123,7 +151,9 @@ def test_rollout_metrics():
     assert found["bandit/success"] == 0.5 and found["num_tokens"] == 6 + 4 and found["completions/mean_length"] == 3
     assert found["rollout/parse_rate"] == pytest.approx(2 / 3) and found["rollout/turns"] == 1.5
     assert found["rollout/truncated_by_turns"] == 0.5 and found["valid_thinking_rate"] == 1
-    one = metrics.rollout_metrics([Episode("bandit", 0, 0, [1, 2], [0, 0], truncated="context")], "bandit")  # no turn at all
+    one = metrics.rollout_metrics(
+        [Episode("bandit", 0, 0, [1, 2], [0, 0], truncated="context")], "bandit"
+    )  # no turn at all
     assert one["rollout/parse_rate"] == 0 and one["reward_std"] == 0 and one["rollout/truncated_by_context"] == 1
 
 
@@ -145,7 +175,12 @@ def test_console_line():
     assert "\n" not in line and "held-out" not in line and "no update" not in line
     bare = metrics.console_line({"step": 1, "reward": 0.0, "bandit/success": 0.0, "rollout/kept_groups": 0, "rollout/filter_kept_ratio": 0.0, "skipped": 1.0,
                                  "eval/bandit/success": 0.25})  # fmt: skip
-    assert "MI" not in bare and "kept 0 |" in bare and "held-out success 25.0%" in bare and "every group was filtered out" in bare
+    assert (
+        "MI" not in bare
+        and "kept 0 |" in bare
+        and "held-out success 25.0%" in bare
+        and "every group was filtered out" in bare
+    )
 
 
 def outcome(low, high):
@@ -156,8 +191,16 @@ def outcome(low, high):
     "change, says, not_said",
     [
         ({"rollout/parse_rate": 0.2}, "Replies do not parse", "No variance"),
-        ({"rollout/zero_variance_ratio": 0.9, "bandit/success": 0.0}, "No variance in groups: .*almost all fail", "parse:"),
-        ({"rollout/zero_variance_ratio": 0.9, "bandit/success": 1.0}, "No variance in groups: .*almost all succeed", "fail,"),
+        (
+            {"rollout/zero_variance_ratio": 0.9, "bandit/success": 0.0},
+            "No variance in groups: .*almost all fail",
+            "parse:",
+        ),
+        (
+            {"rollout/zero_variance_ratio": 0.9, "bandit/success": 1.0},
+            "No variance in groups: .*almost all succeed",
+            "fail,",
+        ),
         ({"rollout/zero_variance_ratio": 1.0, "skipped": 1.0}, "Everything is filtered.*no variance to keep", "Loosen"),
         ({"skipped": 0.8}, "Everything is filtered.*--filter none", "No variance"),
         ({"rollout/truncated_by_context": 0.6}, "out of context", "No variance"),
