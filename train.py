@@ -78,8 +78,8 @@ class Config:
     # what is measured, and where it goes
     mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
     eval_every: int = flag(10, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
-    eval_episodes: int = flag(128, "episodes of such an evaluation", "es_manager.val.env_groups")
-    final_episodes: int = flag(256, "episodes of the evaluations before and after")
+    eval_episodes: int = flag(0, "episodes of such an evaluation; 0: as many as a step has", "es_manager.val.env_groups")
+    final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
     save_every: int = flag(10, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
     keep: int = flag(2, "checkpoints kept")
     seed: int = flag(0, "of everything random", "seed")
@@ -97,10 +97,10 @@ def check(c: Config):
 
     make(c.env, **cli.options(c.env_options))
     check_trackers(c.log)
-    for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "final_episodes", "keep"):
+    for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
-    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every",
+    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every", "final_episodes",
                 "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta"):  # fmt: skip
         if getattr(c, key) < 0:
             raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
@@ -109,8 +109,6 @@ def check(c: Config):
             raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
     if c.group_size < 2:
         raise ValueError(f"group_size: {c.group_size} with --algo {c.algo}, which compares episodes of a group; valid: 2 or more")
-    if c.eval_every and not c.eval_episodes:
-        raise ValueError(f"eval_episodes: 0 with --eval_every {c.eval_every}; valid: 1 or more, or --eval_every 0")
     locate(c.model)
     whole = c.filter == "top_k_abs"
     if c.filter != "none" and not (1 <= c.filter_value <= c.groups if whole else 0 < c.filter_value <= 1):
@@ -276,8 +274,10 @@ def run(c: Config, model, tokenizer, out: Path):
             with models.autocast(model.device, c.dtype):
                 return evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=options)[0]
 
-    before = after = held_out(c.final_episodes, "before")
-    say(f"before training: {c.env} success {interval(before)} on {c.final_episodes} held-out episodes")
+    few = c.eval_episodes or c.groups * c.group_size
+    many = c.final_episodes or 2 * c.groups * c.group_size
+    before = after = held_out(many, "before")
+    say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
     history, first, regime, ema = [], None, "", collapse.Ema()
     for step in range(1, c.steps + 1):
         start = time.perf_counter()
@@ -336,10 +336,10 @@ def run(c: Config, model, tokenizer, out: Path):
 
         # 6. evaluation on held-out seeds, log, checkpoint
         if step == c.steps:
-            after = held_out(c.final_episodes, "after")
+            after = held_out(many, "after")
             line[f"eval/{c.env}/success"] = after["success"]
         elif c.eval_every and step % c.eval_every == 0:
-            line[f"eval/{c.env}/success"] = held_out(c.eval_episodes, "held out")["success"]
+            line[f"eval/{c.env}/success"] = held_out(few, "held out")["success"]
         log.step(line)
         log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in groups])
         history.append(line)
@@ -352,9 +352,7 @@ def run(c: Config, model, tokenizer, out: Path):
     bar.close()
     log.close()
 
-    print(
-        f"\n{c.env} success on {c.final_episodes} held-out episodes: {interval(before)} before, {interval(after)} after {c.steps} steps"
-    )
+    print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {c.steps} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
     print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
