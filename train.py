@@ -40,9 +40,9 @@ class Config:
     model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
     algo: Literal["grpo"] = flag("grpo", "advantage estimator", "algorithm.adv_estimator")
     # rollouts
-    steps: int = flag(28, "training steps", "trainer.total_training_steps")
-    groups: int = flag(8, "prompts in a step (G)", "es_manager.train.env_groups")
-    group_size: int = flag(16, "episodes of each prompt (K)", "es_manager.train.group_size")
+    steps: int = flag(24, "training steps", "trainer.total_training_steps")
+    groups: int = flag(16, "prompts in a step (G)", "es_manager.train.env_groups")
+    group_size: int = flag(8, "episodes of each prompt (K)", "es_manager.train.group_size")
     max_turns: int = flag(0, "turns of an episode; 0: the environment's own", "agent_proxy.max_turn")
     max_actions_per_turn: int = flag(
         0, "actions executed of one reply; 0: the environment's own", "agent_proxy.max_actions_per_turn"
@@ -53,7 +53,7 @@ class Config:
     format_penalty: float = flag(-0.1, "reward of a reply that does not parse", "es_manager.format_penalty")
     rollout_batch: int = flag(0, "episodes generated at a time; 0: all", "")
     # update
-    lr: float = flag(1.5e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
+    lr: float = flag(1e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
     lr_warmup: int = flag(8, "updates over which the learning rate rises")
     weight_decay: float = flag(0.0, "of AdamW")
@@ -77,10 +77,10 @@ class Config:
     )
     # what is measured, and where it goes
     mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
-    eval_every: int = flag(10, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
+    eval_every: int = flag(8, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
     eval_episodes: int = flag(0, "episodes of such an evaluation; 0: as many as a step has", "es_manager.val.env_groups")
     final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
-    save_every: int = flag(10, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
+    save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
     keep: int = flag(2, "checkpoints kept")
     seed: int = flag(0, "of everything random", "seed")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")

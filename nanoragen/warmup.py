@@ -258,17 +258,19 @@ class Stream:
         return env.instruction, turns
 
     def batches(self, chat, tokens: int):
-        """Lists of encoded episodes of similar length, about `tokens` padded tokens each."""
+        """Lists of encoded episodes, about `tokens` padded tokens each, every environment in each by its share.
+
+        Lengths are not sorted: the games differ in length, so a batch of similar lengths would hold one game, and the
+        short games would share a batch in fifteen (as they did, and were not learned).
+        """
+        batch, width = [], 0
         while True:
-            pool = sorted((encode(chat, *self.episode()) for _ in range(256)), key=lambda e: len(e[0]))
-            batches, batch = [], []
-            for e in pool:
-                if batch and len(e[0]) * (len(batch) + 1) > tokens:
-                    batches.append(batch)
-                    batch = []
-                batch.append(e)
-            for i in self.rng.permutation(len(batches)):  # the longest few wait for no one: they are dropped
-                yield batches[i]
+            e = encode(chat, *self.episode())
+            width = max(width, len(e[0]))
+            if batch and width * (len(batch) + 1) > tokens:
+                yield batch
+                batch, width = [], len(e[0])
+            batch.append(e)
 
 
 def loss_fn(model, batch, pad_id: int):
