@@ -1,4 +1,4 @@
-"""Settings of the whole suite: no network, one thread, GPU tests only where there is a GPU."""
+"""Settings of the whole suite: no network, and GPU tests only where there is a GPU."""
 
 import os
 
@@ -9,11 +9,11 @@ import pytest  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    if not any("gpu" in item.keywords for item in items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
         return
     import torch
 
     if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -163,7 +163,8 @@ def test_ci_runs_the_readmes_test_command(tmp_path):
     for name in ("pip", "pytest"):
         (fake / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "$CALLS"\n')
         (fake / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{fake}{os.pathsep}{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "TORCH_SPEC": "torch"}
+    path = f"{fake}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "CALLS": str(tmp_path / "calls"), "TORCH_SPEC": "torch"}
     done = subprocess.run([str(ROOT / ".ci" / "run")], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()

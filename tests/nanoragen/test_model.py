@@ -78,7 +78,8 @@ def test_a_broken_folder_is_one_line(folder):
 
 
 def test_wrong_paths_are_refused_before_torch_is_imported():
-    code = "import sys; from nanoragen.model import locate\ntry: locate('./none')\nexcept ValueError: assert 'torch' not in sys.modules\nelse: raise SystemExit(1)"
+    code = "import sys; from nanoragen.model import locate\ntry: locate('./none')\n"
+    code += "except ValueError: assert 'torch' not in sys.modules\nelse: raise SystemExit(1)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -109,8 +110,9 @@ def test_gguf(tmp_path):
         w.add_tensor(name, rng.normal(size=shape).astype(np.float32) * 0.2)
 
     tensor("token_embd.weight", V, D), tensor("output.weight", V, D), tensor("output_norm.weight", D)
-    for part, shape in {"attn_norm": (D,), "ffn_norm": (D,), "attn_q": (D, D), "attn_k": (D, D), "attn_v": (D, D), "attn_output": (D, D),
-                        "ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}.items():  # fmt: skip
+    shapes = {f"attn_{part}": (D, D) for part in ("q", "k", "v", "output")}
+    shapes |= {"attn_norm": (D,), "ffn_norm": (D,), "ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}
+    for part, shape in shapes.items():
         tensor(f"blk.0.{part}.weight", *shape)
     w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
 
@@ -155,8 +157,9 @@ def test_autocast():
 def soft_capped():
     torch.manual_seed(0)
     return Gemma2ForCausalLM(
-        Gemma2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                     head_dim=16, final_logit_softcapping=0.5, attn_implementation="eager", initializer_range=0.3)
+        Gemma2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5, attn_implementation="eager",
+                     initializer_range=0.3)
     ).eval()  # fmt: skip
 
 
