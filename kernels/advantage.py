@@ -1,6 +1,6 @@
 """Group-relative advantages with variance-based masking (the SNR filter), in one launch and without a host sync.
 
-    found = group_advantages(rewards, group_ids, filter="top_p", filter_value=0.9, include_zero=False)
+    found = group_advantages(rewards, group_ids, filter="top_p", filter_value=0.9, include_zero=False, num_groups=G)
     found.advantages [B], found.keep [G], found.score [G], found.mean [G], found.std [G]
 
 Within a group, advantage = (r - mean) / (std + eps). A group of equal rewards has no task gradient, only noise and
@@ -9,19 +9,22 @@ SNR-aware filtering). Kept groups are found without a sort: group i's rank, and 
 all j of [j ranks before i], so every group decides for itself.
 
 One program does it all, in three phases with a barrier between: statistics of each group, the filter, the rows. G and B are
-small (thousands), and what a launch costs is what is saved.
+small (thousands), and what a launch costs is what is saved. Inside it is float64: sums of float32 rewards are then all but
+exact, so groups with the same rewards tie whatever the order of their rows, and the twin breaks every tie the same way.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from nanoragen.kernels import reference
-from nanoragen.kernels.dispatch import jit, tl, triton, use_triton
+from nanoragen.kernels.dispatch import jit, tl, use_triton
 from nanoragen.kernels.reference import GroupAdvantages
 
 FILTERS = ("none", "top_p", "top_k", "top_k_abs", "min_p")
-ROWS = 1024  # rewards in flight
+BLOCK_G, BLOCK_B = 16, 128  # groups x rows (or groups) looked at together
 
 
 def group_advantages(
@@ -38,134 +41,148 @@ def group_advantages(
     filter       "none"       all of those
                  "top_p"      the fewest of highest score whose mass reaches filter_value: group i stays if the mass ranked
                               before it is below filter_value * total - selection_eps (ties by index). Mass: the score itself
-                              ("linear", where score 0 is never kept) or softmax of the scores ("softmax", total 1)
+                              ("linear", where score 0 is never kept) or softmax of the scores ("softmax", total 1).
+                              filter_value 1 without selection_eps keeps all of them, however small their mass
                  "top_k"      the filter_value * G of highest score, rounded up
                  "top_k_abs"  the filter_value groups of highest score
                  "min_p"      those with score at least filter_value * the highest
-    num_groups   G; None: the highest id + 1 (which on CUDA waits for the device, so pass it there)
+    num_groups   G; None: the highest id + 1 (which on CUDA waits for the device, so pass it there). A group without rows
+                 has mean, std and score 0 and is not kept
 
-    Returns float32 (float64 for float64, torch only). Dropped groups have advantage 0. Whether rewards are finite is for the
-    caller to check, where the episode is still known: looking would wait for the device here.
-    RAGEN's own setting: top_p linear 0.9, include_zero False, selection_eps 0.01, reward_std.
+    Returns float32 (float64 for float64, torch only). Dropped groups have advantage 0; so have groups of equal rewards and of
+    one. Whether rewards are finite is for the caller to check, where the episode is still known: looking would wait for the
+    device here. ValueError for a setting that is none of the above or, on a CPU, an id outside 0 to G - 1.
+    RAGEN's own setting: top_p linear 0.9, include_zero False, selection_eps 0.01, reward_std. (Its top_k rounds down, to at
+    least one; its linear top_p keeps zeros at filter_value 1.)
     """
-    for key, value, valid in (
+    for key, setting, valid in (
         ("scale", scale, ("std", "none")), ("filter", filter, FILTERS), ("filter_mode", filter_mode, ("linear", "softmax")),
         ("filter_metric", filter_metric, ("reward_std", "reward_variance")), ("ddof", ddof, (0, 1)),
     ):  # fmt: skip
-        if value not in valid:
-            raise ValueError(f"{key}: {value!r}; valid: {', '.join(map(str, valid))}")
+        if setting not in valid:
+            raise ValueError(f"{key}: {setting!r}; valid: {', '.join(map(str, valid))}")
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
-        raise ValueError(
-            f"group_ids: shape {tuple(group_ids.shape)} for rewards {tuple(rewards.shape)}; valid: both [B]"
-        )
-    G = num_groups if num_groups is not None else int(group_ids.max()) + 1 if len(group_ids) else 0
+        raise ValueError(f"group_ids: shape {tuple(group_ids.shape)} for rewards {tuple(rewards.shape)}; valid: both [B]")
+    B = len(rewards)
+    G = num_groups if num_groups is not None else int(group_ids.max()) + 1 if B else 0
+    if group_ids.device.type == "cpu" and B and not 0 <= group_ids.min() <= group_ids.max() < G:
+        raise ValueError(f"group_ids: {int(group_ids.min())} to {int(group_ids.max())}; valid: 0 to {G - 1}")
+    # the filter in terms of four rules: none, top_p, top_k (a number of groups), min_p
+    softmax, value, k, rule = filter_mode == "softmax", float(filter_value), 0, filter
+    if filter == "top_p" and not softmax:
+        include_zero = False
+    if filter == "top_p" and value >= 1 and selection_eps == 0:
+        rule = "none"  # all that remain: a sum may be too rounded to see the smallest
+    if filter in ("top_k", "top_k_abs"):
+        rule, k = "top_k", math.ceil(round(value * G, 6)) if filter == "top_k" else int(value)
     if not (use_triton(backend, rewards) and rewards.dtype != torch.float64) or not G:
         return reference.group_advantages(
-            rewards,
-            group_ids,
-            G,
-            scale,
-            ddof,
-            eps,
-            filter,
-            filter_value,
-            filter_mode,
-            filter_metric,
-            include_zero,
-            selection_eps,
+            rewards, group_ids, G, scale, ddof, eps, rule, value, k, softmax, filter_metric, include_zero, selection_eps
         )
     rewards, group_ids = rewards.float().contiguous(), group_ids.contiguous()
     advantages = torch.empty_like(rewards)
-    score, low, above, std = (torch.empty(G, dtype=torch.float32, device=rewards.device) for _ in range(4))
-    equal, keep = (torch.empty(G, dtype=torch.int8, device=rewards.device) for _ in range(2))
+    score, mean, std = (torch.empty(G, dtype=torch.float32, device=rewards.device) for _ in range(3))
+    keep = torch.empty(G, dtype=torch.bool, device=rewards.device)
+    scratch = torch.empty(3, G, dtype=torch.float64, device=rewards.device)
     _group_advantages[(1,)](
-        rewards, group_ids, advantages, score, low, above, std, equal, keep, len(rewards), G, float(filter_value), float(eps),
-        float(selection_eps), SCALE=scale == "std", DDOF=ddof, FILTER=FILTERS.index(filter), SOFTMAX=filter_mode == "softmax",
-        VARIANCE=filter_metric == "reward_variance", ZERO=bool(include_zero), ROWS=ROWS,
-        GROUPS=max(16, triton.next_power_of_2(G)), num_warps=4,
+        rewards, group_ids, advantages, keep, score, mean, std, scratch, B, G, k, VALUE=value, SELECTION_EPS=float(selection_eps),
+        EPS=float(eps), SCALE=scale == "std", DDOF=ddof, RULE=rule, SOFTMAX=softmax, VARIANCE=filter_metric == "reward_variance",
+        ZERO=bool(include_zero), BLOCK_G=BLOCK_G, BLOCK_B=BLOCK_B, num_warps=8,
     )  # fmt: skip
-    return GroupAdvantages(advantages, keep.bool(), score, low + above, std)
+    return GroupAdvantages(advantages, keep, score, mean, std)
 
 
 @jit
+def _group_row(ids, start, B, g, BLOCK_B: tl.constexpr):
+    """Which rows of a block are in which group of a block: [BLOCK_G, BLOCK_B]."""
+    rows = start + tl.arange(0, BLOCK_B)
+    group = tl.load(ids + rows, mask=rows < B, other=-1)
+    return rows, group[None, :] == g[:, None]
+
+
+# The filter's settings are constants because a run has one set of them (and because a float argument is only 32 bits wide).
+@jit(do_not_specialize=["B", "G", "k"])
 def _group_advantages(
-    R, IDS, ADVANTAGE, SCORE, LOW, ABOVE, STD, EQUAL, KEEP, B, G, value, eps, selection_eps, SCALE: tl.constexpr, DDOF: tl.constexpr,
-    FILTER: tl.constexpr, SOFTMAX: tl.constexpr, VARIANCE: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    R, IDS, ADVANTAGE, KEEP, SCORE, MEAN, STD, SCRATCH, B, G, k, VALUE: tl.constexpr, SELECTION_EPS: tl.constexpr,
+    EPS: tl.constexpr, SCALE: tl.constexpr, DDOF: tl.constexpr, RULE: tl.constexpr, SOFTMAX: tl.constexpr,
+    VARIANCE: tl.constexpr, ZERO: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, ROWS)
-    # 1. statistics of each group, relative to its lowest reward: a large common part never meets a small spread
-    for g in range(0, G):
-        count = 0.0
-        high = float("-inf")
-        low = float("inf")
-        for start in range(0, B, ROWS):
-            inside = start + rows < B
-            mine = inside & (tl.load(IDS + start + rows, mask=inside, other=-1) == g)
-            r = tl.load(R + start + rows, mask=inside, other=0.0)
-            count += tl.sum(tl.where(mine, 1.0, 0.0), 0)
-            high = tl.maximum(high, tl.max(tl.where(mine, r, float("-inf")), 0))
-            low = tl.minimum(low, tl.min(tl.where(mine, r, float("inf")), 0))
-        total = 0.0
-        for start in range(0, B, ROWS):
-            inside = start + rows < B
-            mine = inside & (tl.load(IDS + start + rows, mask=inside, other=-1) == g)
-            total += tl.sum(tl.where(mine, tl.load(R + start + rows, mask=inside, other=0.0) - low, 0.0), 0)
-        mean = total / tl.maximum(count, 1.0)  # above the lowest
-        squares = 0.0
-        for start in range(0, B, ROWS):
-            inside = start + rows < B
-            mine = inside & (tl.load(IDS + start + rows, mask=inside, other=-1) == g)
-            d = tl.load(R + start + rows, mask=inside, other=0.0) - low - mean
-            squares += tl.sum(tl.where(mine, d * d, 0.0), 0)
-        equal = (high <= low) | (count <= DDOF)  # compared, not computed: a rounded variance is not exactly 0
-        variance = tl.where(equal, 0.0, squares / tl.maximum(count - DDOF, 1.0))
+    exact_mean, factor, key = SCRATCH, SCRATCH + G, SCRATCH + 2 * G  # float64 [G] each
+
+    # 1. statistics of a block of groups: two passes over the rewards, sums kept one a lane
+    top = float("-inf")  # highest score of a candidate
+    for g0 in range(0, G, BLOCK_G):
+        g = g0 + tl.arange(0, BLOCK_G)
+        count = tl.zeros((BLOCK_G, BLOCK_B), tl.float64)
+        total = tl.zeros((BLOCK_G, BLOCK_B), tl.float64)
+        high = tl.full((BLOCK_G, BLOCK_B), float("-inf"), tl.float32)
+        low = tl.full((BLOCK_G, BLOCK_B), float("inf"), tl.float32)
+        for start in range(0, B, BLOCK_B):
+            rows, mine = _group_row(IDS, start, B, g, BLOCK_B)
+            r = tl.load(R + rows, mask=rows < B, other=0.0)[None, :]
+            count += tl.where(mine, 1.0, 0.0)
+            total += tl.where(mine, r, 0.0)
+            high = tl.maximum(high, tl.where(mine, r, float("-inf")))
+            low = tl.minimum(low, tl.where(mine, r, float("inf")))
+        count_g = tl.sum(count, 1)
+        mean = tl.sum(total, 1) / tl.maximum(count_g, 1.0)
+        squares = tl.zeros((BLOCK_G, BLOCK_B), tl.float64)
+        for start in range(0, B, BLOCK_B):
+            rows, mine = _group_row(IDS, start, B, g, BLOCK_B)
+            d = tl.load(R + rows, mask=rows < B, other=0.0)[None, :].to(tl.float64) - mean[:, None]
+            squares += tl.where(mine, d * d, 0.0)
+        # equal rewards are found by comparison: a rounded variance is not exactly 0
+        equal = (tl.max(high, 1) <= tl.min(low, 1)) | (count_g <= DDOF)
+        variance = tl.where(equal, 0.0, tl.sum(squares, 1) / tl.maximum(count_g - DDOF, 1.0))
         std = tl.sqrt(variance)
-        tl.store(LOW + g, tl.where(count > 0, low, 0.0))
-        tl.store(ABOVE + g, tl.where(equal, 0.0, mean))
-        tl.store(STD + g, std)
-        tl.store(SCORE + g, variance if VARIANCE else std)
-        tl.store(EQUAL + g, tl.where(count > 0, equal.to(tl.int8), 2))  # 2: nobody there
+        score = (variance if VARIANCE else std).to(tl.float32)
+        candidate = (count_g > 0) if ZERO else (count_g > 0) & (score > 0)
+        inside = g < G
+        ranked_by = tl.where(candidate & inside, score, float("-inf"))
+        top = tl.maximum(top, tl.max(ranked_by, 0))
+        tl.store(MEAN + g, mean.to(tl.float32), mask=inside)
+        tl.store(STD + g, std.to(tl.float32), mask=inside)
+        tl.store(SCORE + g, score, mask=inside)
+        tl.store(exact_mean + g, mean, mask=inside)
+        tl.store(factor + g, tl.where(equal, 0.0, 1.0 / (std + EPS) if SCALE else 1.0), mask=inside)
+        tl.store(key + g, ranked_by.to(tl.float64), mask=inside)
     tl.debug_barrier()
 
-    # 2. the filter: every group counts who ranks before it
-    index = tl.arange(0, GROUPS)
-    exists = index < G
-    score = tl.load(SCORE + index, mask=exists, other=0.0)
-    there = exists & (tl.load(EQUAL + index, mask=exists, other=2) != 2)
-    candidate = there if (ZERO and (SOFTMAX or FILTER != 1)) else there & (score > 0)
-    top = tl.max(tl.where(candidate, score, 0.0), 0)
-    mass = tl.where(candidate, tl.exp(score - top) if SOFTMAX else score, 0.0)
-    total = tl.sum(mass, 0)
-    rank = tl.zeros((GROUPS,), tl.float32)
-    before = tl.zeros((GROUPS,), tl.float32)
-    for j in range(0, G):
-        score_j = tl.load(SCORE + j)
-        there_j = tl.load(EQUAL + j) != 2
-        candidate_j = there_j if (ZERO and (SOFTMAX or FILTER != 1)) else there_j & (score_j > 0)
-        mass_j = tl.exp(score_j - top) if SOFTMAX else score_j
-        ahead = candidate_j & ((score_j > score) | ((score_j == score) & (j < index)))
-        rank += tl.where(ahead, 1.0, 0.0)
-        before += tl.where(ahead, mass_j, 0.0)
-    keep = candidate
-    if FILTER == 1:
-        keep = keep & (before < value * total - selection_eps * (total if SOFTMAX else 1.0))
-    elif FILTER == 2:
-        keep = keep & (rank < value * G)
-    elif FILTER == 3:
-        keep = keep & (rank < value)
-    elif FILTER == 4:
-        keep = keep & (score >= value * top)
-    tl.store(KEEP + index, keep.to(tl.int8), mask=exists)
+    # 2. the filter: every group i adds up the groups j that rank before it (higher score, ties by index)
+    for g0 in range(0, G, BLOCK_G):
+        i = g0 + tl.arange(0, BLOCK_G)
+        key_i = tl.load(key + i, mask=i < G, other=float("-inf"))
+        rank = tl.zeros((BLOCK_G, BLOCK_B), tl.int32)
+        before = tl.zeros((BLOCK_G, BLOCK_B), tl.float64)
+        total = tl.zeros((BLOCK_B,), tl.float64)
+        for start in range(0, G, BLOCK_B):
+            j = start + tl.arange(0, BLOCK_B)
+            key_j = tl.load(key + j, mask=j < G, other=float("-inf"))
+            there = key_j > float("-inf")
+            mass = tl.where(there, tl.exp(key_j - top) if SOFTMAX else key_j, 0.0)
+            ahead = (key_j[None, :] > key_i[:, None]) | ((key_j[None, :] == key_i[:, None]) & (j[None, :] < i[:, None]))
+            ahead = ahead & there[None, :]
+            rank += ahead.to(tl.int32)
+            before += tl.where(ahead, mass[None, :], 0.0)
+            total += mass
+        keep = key_i > float("-inf")
+        if RULE == "top_p":
+            all_mass = tl.sum(total, 0)
+            limit = (VALUE - SELECTION_EPS) * all_mass if SOFTMAX else VALUE * all_mass - SELECTION_EPS
+            keep = keep & (tl.sum(before, 1) < limit)
+        elif RULE == "top_k":
+            keep = keep & (tl.sum(rank, 1) < k)
+        elif RULE == "min_p":
+            keep = keep & (key_i >= VALUE * top.to(tl.float64))
+        tl.store(KEEP + i, keep, mask=i < G)
+        tl.store(factor + i, tl.where(keep, tl.load(factor + i, mask=i < G, other=0.0), 0.0), mask=i < G)
     tl.debug_barrier()
 
     # 3. the rows
-    for start in range(0, B, ROWS):
-        inside = start + rows < B
-        group = tl.load(IDS + start + rows, mask=inside, other=0)
-        r = tl.load(R + start + rows, mask=inside, other=0.0) - tl.load(LOW + group, mask=inside, other=0.0)
-        a = r - tl.load(ABOVE + group, mask=inside, other=0.0)
-        if SCALE:
-            a = a / (tl.load(STD + group, mask=inside, other=0.0) + eps)
-        live = (tl.load(KEEP + group, mask=inside, other=0) != 0) & (tl.load(EQUAL + group, mask=inside, other=1) == 0)
-        tl.store(ADVANTAGE + start + rows, tl.where(live, a, 0.0), mask=inside)
+    for start in range(0, B, BLOCK_B):
+        rows = start + tl.arange(0, BLOCK_B)
+        group = tl.load(IDS + rows, mask=rows < B, other=-1)
+        exists = (group >= 0) & (group < G)
+        f = tl.load(factor + group, mask=exists, other=0.0)
+        d = tl.load(R + rows, mask=rows < B, other=0.0).to(tl.float64) - tl.load(exact_mean + group, mask=exists, other=0.0)
+        tl.store(ADVANTAGE + rows, tl.where(f == 0, 0.0, d * f).to(tl.float32), mask=rows < B)

@@ -69,9 +69,7 @@ def bench(quick: bool):
     print(
         "| kernel | shape | p20 / p50 / p80 ms | GB/s | of copy | against plain torch | largest error |\n|---|---|---|---|---|---|---|"
     )
-    shapes = (
-        [(8192, 151_936), (16384, 49_152), (4096, 262_144)] if device == "cuda" else [(256, 49_152), (128, 151_936)]
-    )
+    shapes = [(8192, 151_936), (16384, 49_152), (4096, 262_144)] if device == "cuda" else [(256, 49_152), (128, 151_936)]
     for T, V in shapes[:1] if quick else shapes:
         logits, targets = peaked_logits(T, V, device, dtype), torch.randint(V, (T,), device=device)
         few = slice(0, 64)
@@ -129,20 +127,22 @@ def compile_table() -> list[dict]:
 
     from nanoragen.kernels import advantage, cross, logprob
 
-    i, f, p = "i32", "fp32", "*fp32"
-    cases = [
-        ("logprob forward", logprob._forward, ["*bf16", "*i64", p, p, p, i, i, i, f, i], {"TILE": 4096}, (0, 5), 8),
-        ("logprob backward", logprob._backward, ["*bf16", "*i64", p, p, p, p, "*bf16", i, i, i, i, i, f, f, i], {"TILE": 4096}, (0, 6, 7, 11), 8),
-        ("cross", cross._cross, ["*bf16", "*bf16", "*i64", "*i32", p, i, i, f], {"BLOCK_P": 32, "BLOCK_V": 128, "BLOCK_D": 64}, (0, 1, 6), 4),
-        ("advantage", advantage._group_advantages, [p, "*i64", p, p, p, p, p, "*i8", "*i8", i, i, f, f, f],
-         dict(SCALE=True, DDOF=1, FILTER=1, SOFTMAX=False, VARIANCE=False, ZERO=False, ROWS=1024, GROUPS=64), (0, 1, 2), 4),
+    i, l, f, p = "i32", "i64", "fp32", "*fp32"
+    row = {"ALIGNED": True, "TILE": 4096}
+    chosen = dict(VALUE=0.9, SELECTION_EPS=0.0, EPS=1e-6, SCALE=True, DDOF=1, RULE="top_p", SOFTMAX=False, VARIANCE=False,
+                  ZERO=False, BLOCK_G=advantage.BLOCK_G, BLOCK_B=advantage.BLOCK_B)  # fmt: skip
+    cases = [  # name, kernel, argument types, constants, arguments divisible by 16, warps
+        ("logprob forward", logprob._forward, ["*bf16", "*i64", p, p, p, p, i, l, l, i, i, f], row, (0, 1), 8),
+        ("logprob backward", logprob._backward, ["*bf16", "*i64", p, p, p, p, p, "*bf16", i, l, l, i, i, f, f],
+         {"ALIGNED": True, "ALIGNED_OUT": True, "TILE": 4096}, (0, 1, 7), 8),
+        ("cross, tokens", cross._token, ["*bf16", "*bf16", "*i64", p, i, i, i, f], cross.BLOCKS16, (0, 1, 2, 3, 5, 6), 8),
+        ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
+        ("advantage", advantage._group_advantages, [p, "*i64", p, "*i1", p, p, p, "*fp64", i, i, i], chosen, (0, 1, 2, 7), 8),
     ]  # fmt: skip
     rows = []
     for name, kernel, types, constants, aligned, warps in cases:
         signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants)))
-        source = ASTSource(
-            kernel, signature, constexprs=constants, attrs={(n,): [["tt.divisibility", 16]] for n in aligned}
-        )
+        source = ASTSource(kernel, signature, constexprs=constants, attrs={(n,): [["tt.divisibility", 16]] for n in aligned})
         for target in TARGETS:
             where = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
             built = compile(source, target=where, options={"num_warps": warps})
@@ -160,9 +160,7 @@ def _nvidia(built) -> dict:
     arch = re.search(r"\.target (\w+)", built.asm["ptx"])[1]
     found = {"registers": None, "spills": None, "load_bits": widest}
     for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"), reverse=True):
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # the newer assembler first: the older may not know the PTX version
+        with tempfile.TemporaryDirectory() as folder:  # the newer assembler first: the older may not know the PTX version
             source = Path(folder) / "kernel.ptx"
             source.write_text(built.asm["ptx"])
             done = subprocess.run(

@@ -12,7 +12,7 @@ try:
     import triton.language as tl
 except Exception as e:  # a broken Triton fails in many ways, none of which may take the package down
     triton = tl = None
-    missing = e if not isinstance(e, ModuleNotFoundError) else None
+    WHY = "is not installed" if isinstance(e, ModuleNotFoundError) else f"does not import ({type(e).__name__}: {e})"
 
 
 def interpreted() -> bool:
@@ -24,25 +24,29 @@ def use_triton(backend: str, tensor) -> bool:
     """True for the kernel, False for the twin. "auto": the kernel for CUDA tensors and under TRITON_INTERPRET=1."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend: {backend!r}; valid: auto, triton, torch")
-    wanted = backend == "triton" or (backend == "auto" and (tensor.is_cuda or interpreted()))
-    if wanted and triton is None:
+    if backend == "torch":
+        return False
+    if triton is None:
         if backend == "triton":
-            raise ValueError("backend: triton is not installed or does not import; valid: torch, or auto")
+            raise ValueError(f"backend: triton {WHY}; valid: torch, or auto")
         warn_once()
         return False
-    if backend == "triton" and not (tensor.is_cuda or interpreted()):
-        raise ValueError(
-            "backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before the import; valid: torch, or auto"
-        )
-    return wanted
+    if interpreted() and isinstance(tl.sum, triton.JITFunction):
+        raise ValueError("TRITON_INTERPRET: set after Triton was imported; valid: set before Python starts, or not at all")
+    runs = tensor.is_cuda or interpreted()
+    if backend == "triton" and not runs:
+        raise ValueError("backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 set before the import; valid: torch, or auto")
+    return runs
 
 
 def warn_once(said=[]):  # the list is the memory
     if not said:
         said.append(True)
-        warnings.warn("Triton is not available: the plain torch twins are used instead", stacklevel=3)
+        warnings.warn(f"Triton {WHY}: the plain torch twins of the kernels are used instead", stacklevel=4)
 
 
-def jit(function):
+def jit(function=None, **options):
     """triton.jit, or the function itself where there is no Triton (it is then never called)."""
-    return triton.jit(function) if triton is not None else function
+    if function is None:
+        return lambda f: jit(f, **options)
+    return triton.jit(function, **options) if triton is not None else function

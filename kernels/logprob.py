@@ -7,80 +7,79 @@ With x = logits / temperature, m = max x, s = sum e^(x-m) and w = sum e^(x-m) (x
     logprob = x_target - m - log s                  H = -sum p log p = log s - w / s
 
 Both are invariant to a shift of all logits, because everything is relative to the running maximum. A tile with maximum m'
-is merged by  a = e^(m_old - m_new):   w <- a (w + (m_old - m_new) s),   s <- a s,   then the tile's own sums are added.
+is merged by  a = e^(m_old - m_new):   w <- a (w + (m_old - m_new) s),   s <- a s,   then the tile's own terms are added.
 
 Backward, with upstream gradients g and h:  d/dx = g ([x is target] - p) - h p (log p + H),  one read and one write.
 
 Programs: one row each, on grid axis 0 (no 65,535 limit), 64-bit offsets, fixed order of tiles, so a row's result does not
 depend on what else is in the batch. Sizes and strides are run-time arguments: a new length compiles nothing. Full tiles
-carry no mask, so their loads are as wide as the row's alignment allows; only the last tile is masked.
+carry no mask, so a vocabulary of any size keeps 128-bit loads as long as its rows start on 16 bytes; only the last tile is
+masked. Left out: splitting a row over programs (few rows leave a GPU idle), and second derivatives.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from nanoragen.kernels import reference
 from nanoragen.kernels.dispatch import jit, tl, triton, use_triton
 
 LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 TILE = 4096  # logits of a row in flight
+SIZES = ("n1", "stride0", "stride1", "V", "ignore_index")  # nothing is compiled for a particular value of these
 
 
 def logprob_entropy(logits, targets, *, temperature=1.0, ignore_index=-100, backend="auto"):
     """log softmax(logits / temperature)[target], and the entropy of that softmax, in nats.
 
-    logits   [..., V] float64 (torch only), float32, bfloat16 or float16; any strides whose last is 1
+    logits   [..., V] float64 (torch only), float32, bfloat16 or float16; any strides whose last is 1, read where they lie (a
+             copy is made only where the last is not 1, or the leading dimensions do not fold into two)
     targets  [...] integer; where it equals ignore_index both results are 0, and so is the gradient
     Returns (logprob [...], entropy [...]), float32 (float64 for float64), differentiable with respect to logits. -inf logits
-    have probability 0. Inputs are not changed. ValueError for shapes that do not fit, or a temperature of 0 or less.
+    have probability 0. Inputs are not changed. ValueError for shapes that do not fit, or a temperature of 0 or less. A target
+    outside the vocabulary is an error on a CPU and NaN from the kernel, which cannot stop to say so.
     Source: the entropy and policy terms of RAGEN-2 (arXiv 2604.06268), eq. 1; online softmax after Milakov & Gimelshein 2018.
     """
-    if logits.shape[:-1] != targets.shape or logits.ndim < 1 or logits.shape[-1] == 0:
-        raise ValueError(
-            f"targets: shape {tuple(targets.shape)} for logits {tuple(logits.shape)}; valid: logits' without the last"
-        )
+    if logits.ndim < 1 or logits.shape[:-1] != targets.shape or logits.shape[-1] == 0:
+        raise ValueError(f"targets: shape {tuple(targets.shape)} for logits {tuple(logits.shape)}; valid: logits' without the last")
     if not temperature > 0:
         raise ValueError(f"temperature: {temperature}; valid: above 0")
-    shape = targets.shape
-    rows = logits.reshape(-1, logits.shape[-1])  # a view wherever one can be
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    targets = targets.reshape(-1)
     if use_triton(backend, logits) and logits.dtype != torch.float64:
-        logprob, entropy = _LogprobEntropy.apply(rows, targets, float(temperature), int(ignore_index))
-    else:
-        logprob, entropy = reference.logprob_entropy(rows, targets, temperature, ignore_index)
-    return logprob.view(shape), entropy.view(shape)
+        return _LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index))
+    return reference.logprob_entropy(logits, targets, temperature, ignore_index)
 
 
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, ignore_index):
-        T, V = logits.shape
-        logprob, entropy, lse2 = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(3))
-        tile, warps = _tile(V)
+        rows = reference.as_rows(logits)  # [n0, n1, V]
+        targets = targets.reshape(-1)
+        T, V = len(targets), rows.shape[2]
+        logprob, entropy, top, log2_s = (torch.empty(T, dtype=torch.float32, device=logits.device) for _ in range(4))
         if T:
+            tile, warps = _tile(V)
             _forward[(T,)](
-                logits, targets, logprob, entropy, lse2, logits.stride(0), targets.stride(0), V, LOG2E / temperature, ignore_index,
-                TILE=tile, num_warps=warps,
+                rows, targets, logprob, entropy, top, log2_s, rows.shape[1], rows.stride(0), rows.stride(1), V, ignore_index,
+                LOG2E / temperature, ALIGNED=_aligned(rows), TILE=tile, num_warps=warps,
             )  # fmt: skip
-        ctx.save_for_backward(logits, targets, entropy, lse2)
+        ctx.save_for_backward(logits, targets, entropy, top, log2_s)
         ctx.temperature, ctx.ignore_index = temperature, ignore_index
-        return logprob, entropy
+        return logprob.view(logits.shape[:-1]), entropy.view(logits.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy):
-        logits, targets, entropy, lse2 = ctx.saved_tensors
-        T, V = logits.shape
-        grad = torch.empty((T, V), dtype=logits.dtype, device=logits.device)
-        tile, warps = _tile(V)
+        logits, targets, entropy, top, log2_s = ctx.saved_tensors
+        rows = reference.as_rows(logits)
+        T, V = len(targets), rows.shape[2]
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         if T:
-            _backward[(T,)](
-                logits, targets, entropy, lse2, grad_logprob, grad_entropy, grad, logits.stride(0), targets.stride(0),
-                grad_logprob.stride(0), grad_entropy.stride(0), V, LOG2E / ctx.temperature, 1 / ctx.temperature, ctx.ignore_index,
-                TILE=tile, num_warps=warps,
+            tile, warps = _tile(V)
+            _backward[(T,)](  # the upstream gradients may be expanded scalars; a copy of [T] numbers makes them plain
+                rows, targets, entropy, top, log2_s, grad_logprob.contiguous(), grad_entropy.contiguous(), grad, rows.shape[1],
+                rows.stride(0), rows.stride(1), V, ctx.ignore_index, LOG2E / ctx.temperature, 1 / ctx.temperature,
+                ALIGNED=_aligned(rows), ALIGNED_OUT=_aligned(grad.view(1, T, V)), TILE=tile, num_warps=warps,
             )  # fmt: skip
         return grad, None, None, None
 
@@ -91,66 +90,93 @@ def _tile(V: int) -> tuple[int, int]:
     return tile, max(1, min(8, tile // 512))
 
 
+def _aligned(rows) -> bool:
+    """Whether every row starts on 16 bytes, so that its full tiles can be moved 128 bits at a time."""
+    starts = (rows.data_ptr(), *(stride * rows.element_size() for stride in rows.stride()[:2]))
+    return all(start % 16 == 0 for start in starts)
+
+
 @jit
-def _merge(m, s, w, x):
-    """Add a tile of logits x (in units of log2) to the running maximum m, sum s and weighted sum w."""
-    m_new = tl.maximum(m, tl.max(x, 0))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # only -inf so far: -inf - -inf would be NaN
-    d = x - shift
+def _start(row, n1, stride0, stride1, ALIGNED: tl.constexpr, BITS: tl.constexpr):
+    """Offset of a row of [n0, n1, V], 64-bit; told to the compiler as a multiple of 128 bits where it is one."""
+    start = (row // n1).to(tl.int64) * stride0 + (row % n1).to(tl.int64) * stride1
+    if ALIGNED:
+        start = tl.multiple_of(start, 128 // BITS)
+    return start
+
+
+@jit
+def _merge(m, s, w, x, scale2):
+    """Add a tile of logits x [TILE] to the running maximum m (a scalar) and to the sums s and w, kept one a lane [TILE].
+
+    One exp2 an element, one reduction a tile; the sums are rescaled only by a tile that raises the maximum.
+    """
+    top = tl.max(x, 0)
+    if top > m:
+        moved = tl.where(m == float("-inf"), 0.0, (m - top) * scale2)  # nothing summed yet: nothing to move
+        a = tl.exp2(moved)
+        w = a * (w + moved * s)
+        s = a * s
+        m = top
+    shift = tl.where(m == float("-inf"), 0.0, m)  # only -inf so far: -inf - -inf would be NaN
+    d = (x - shift) * scale2  # subtract first: exact, so a common offset of the logits changes nothing
     e = tl.exp2(d)
-    moved = tl.where(s > 0, m - shift, 0.0)
-    a = tl.exp2(moved)
-    w = a * (w + moved * s) + tl.sum(e * tl.where(e > 0, d, 0.0), 0)
-    s = a * s + tl.sum(e, 0)
-    return m_new, s, w
+    s += e
+    w += e * tl.maximum(d, -1e30)  # e = 0 at d = -inf, and 0 * -inf would be NaN
+    return m, s, w
 
 
-@jit
-def _forward(X, Y, LOGPROB, ENTROPY, LSE2, stride_x, stride_y, V, scale2, ignore_index, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    y = tl.load(Y + row * stride_y)
+@jit(do_not_specialize=SIZES)
+def _forward(
+    X, Y, LOGPROB, ENTROPY, TOP, LOG2_S, n1, stride0: tl.int64, stride1: tl.int64, V, ignore_index, scale2,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)  # at most 2^31 rows; offsets of logits are 64-bit
+    y = tl.load(Y + row)
     if y == ignore_index:
         tl.store(LOGPROB + row, 0.0)
         tl.store(ENTROPY + row, 0.0)
-        tl.store(LSE2 + row, 0.0)
+        tl.store(TOP + row, 0.0)
+        tl.store(LOG2_S + row, 0.0)
     else:
-        x_row = X + row * stride_x
+        x_row = X + _start(row, n1, stride0, stride1, ALIGNED, X.dtype.element_ty.primitive_bitwidth)
         lanes = tl.arange(0, TILE)
         m = float("-inf")
-        s = 0.0
-        w = 0.0
+        s = tl.zeros((TILE,), tl.float32)
+        w = tl.zeros((TILE,), tl.float32)
         full = V // TILE * TILE
         for start in range(0, full, TILE):
-            x = tl.load(x_row + start + lanes).to(tl.float32) * scale2
-            m, s, w = _merge(m, s, w, x)
+            x = tl.load(x_row + start + lanes).to(tl.float32)
+            m, s, w = _merge(m, s, w, x, scale2)
         if full < V:
-            x = tl.load(x_row + full + lanes, mask=full + lanes < V, other=float("-inf")).to(tl.float32) * scale2
-            m, s, w = _merge(m, s, w, x)
-        target = tl.load(x_row + y).to(tl.float32) * scale2
-        log2_s = tl.log2(s)
-        tl.store(LOGPROB + row, (target - m - log2_s) * 0.6931471805599453)
-        tl.store(ENTROPY + row, (log2_s - w / s) * 0.6931471805599453)
-        tl.store(LSE2 + row, m + log2_s)
+            x = tl.load(x_row + full + lanes, mask=full + lanes < V, other=float("-inf")).to(tl.float32)
+            m, s, w = _merge(m, s, w, x, scale2)
+        total = tl.sum(s, 0)
+        log2_s = tl.log2(total)
+        target = tl.load(x_row + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
+        tl.store(LOGPROB + row, ((target - m) * scale2 - log2_s) * 0.6931471805599453)
+        tl.store(ENTROPY + row, (log2_s - tl.sum(w, 0) / total) * 0.6931471805599453)
+        tl.store(TOP + row, m)  # kept apart from log s: their sum would lose the digits of log s
+        tl.store(LOG2_S + row, log2_s)
 
 
 @jit
-def _gradient(x, columns, y, lse2, H, g, h, scale2, inv_temperature):
-    """d/d logits of g * logprob + h * entropy for a tile."""
-    log2_p = x * scale2 - lse2
-    p = tl.exp2(log2_p)
-    log_p = tl.where(p > 0, log2_p * 0.6931471805599453, 0.0)
-    return (tl.where(columns == y, g, 0.0) - p * (g + h * (log_p + H))) * inv_temperature
+def _gradient(x, columns, y, m, log2_s, entropy, g, h, scale2, inv_temperature):
+    """d/d logits of g * logprob + h * entropy, for a tile."""
+    log2_p = (x - m) * scale2 - log2_s
+    log_p = tl.maximum(log2_p * 0.6931471805599453, -1e30)  # p = 0 at -inf, and 0 * -inf would be NaN
+    return (tl.where(columns == y, g, 0.0) - tl.exp2(log2_p) * (g + h * (log_p + entropy))) * inv_temperature
 
 
-@jit
+@jit(do_not_specialize=SIZES)
 def _backward(
-    X, Y, ENTROPY, LSE2, G, H, GRAD, stride_x, stride_y, stride_g, stride_h, V, scale2, inv_temperature, ignore_index,
-    TILE: tl.constexpr,
+    X, Y, ENTROPY, TOP, LOG2_S, G, H, GRAD, n1, stride0: tl.int64, stride1: tl.int64, V, ignore_index, scale2, inv_temperature,
+    ALIGNED: tl.constexpr, ALIGNED_OUT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    y = tl.load(Y + row * stride_y)
-    x_row = X + row * stride_x
-    out_row = GRAD + row * V
+    row = tl.program_id(0)  # at most 2^31 rows; offsets of logits are 64-bit
+    y = tl.load(Y + row)
+    x_row = X + _start(row, n1, stride0, stride1, ALIGNED, X.dtype.element_ty.primitive_bitwidth)
+    out_row = GRAD + _start(row, 1, V, 0, ALIGNED_OUT, X.dtype.element_ty.primitive_bitwidth)
     lanes = tl.arange(0, TILE)
     full = V // TILE * TILE
     if y == ignore_index:
@@ -159,16 +185,15 @@ def _backward(
             tl.store(out_row + start + lanes, zero)
         tl.store(out_row + full + lanes, zero, mask=full + lanes < V)
     else:
-        lse2 = tl.load(LSE2 + row)
-        entropy = tl.load(ENTROPY + row)
-        g = tl.load(G + row * stride_g).to(tl.float32)
-        h = tl.load(H + row * stride_h).to(tl.float32)
+        entropy, m, log2_s = tl.load(ENTROPY + row), tl.load(TOP + row), tl.load(LOG2_S + row)
+        g = tl.load(G + row).to(tl.float32)
+        h = tl.load(H + row).to(tl.float32)
         for start in range(0, full, TILE):
             x = tl.load(x_row + start + lanes).to(tl.float32)
-            d = _gradient(x, start + lanes, y, lse2, entropy, g, h, scale2, inv_temperature)
+            d = _gradient(x, start + lanes, y, m, log2_s, entropy, g, h, scale2, inv_temperature)
             tl.store(out_row + start + lanes, d.to(GRAD.dtype.element_ty))
         if full < V:
             inside = full + lanes < V
             x = tl.load(x_row + full + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-            d = _gradient(x, full + lanes, y, lse2, entropy, g, h, scale2, inv_temperature)
+            d = _gradient(x, full + lanes, y, m, log2_s, entropy, g, h, scale2, inv_temperature)
             tl.store(out_row + full + lanes, d.to(GRAD.dtype.element_ty), mask=inside)

@@ -4,14 +4,16 @@ Each computes the same numbers as its kernel, in the same units, with float32 ar
 They are written to be good on a CPU: rows are taken in chunks that stay in cache, so nothing of size [T, V] is held beside
 the logits and, in the backward pass, their gradient.
 
-Shapes: T tokens, V vocabulary, D hidden size, S segments, B episodes, G groups.
+Shapes: T tokens, P packed tokens, V vocabulary, D hidden size, S segments, B episodes, G groups.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
-CHUNK = 2**19  # elements of a chunk of logits: 2 MiB in float32, about a core's cache
+CHUNK = {"cpu": 2**19}  # elements of a chunk of logits: 2 MiB in float32, about a core's cache; elsewhere launches count more
+COLUMNS = 2**14  # vocabulary entries whose weights are held in float32 at a time
 
 
 @dataclass
@@ -23,50 +25,84 @@ class GroupAdvantages:
     std: torch.Tensor  # [G], 0 exactly where all rewards are equal
 
 
+def chunk(tensor) -> int:
+    return CHUNK.get(tensor.device.type, 2**24)
+
+
 # -- log-prob and entropy ----------------------------------------------------------------------------------------------
 
 
+def as_rows(logits):
+    """[..., V] seen as [n0, n1, V] where it lies: leading dimensions fold together where their strides allow it, as in a slice
+    logits[:, :-1]. A copy only where the last stride is not 1 or more than two dimensions are left."""
+    *sizes, V = logits.shape
+    dims = [[1, 0], [1, 0]]  # size and stride, innermost last
+    for size, stride in zip(sizes, logits.stride()):
+        if size == 1:
+            continue
+        if dims[-1][0] != 1 and dims[-1][1] == size * stride:
+            dims[-1] = [dims[-1][0] * size, stride]
+        else:
+            dims.append([size, stride])
+    if (logits.stride(-1) != 1 and V > 1) or any(size != 1 for size, _ in dims[:-2]):
+        return logits.reshape(1, -1, V).contiguous()
+    (n0, stride0), (n1, stride1) = dims[-2:]
+    return logits.as_strided((n0, n1, V), (stride0, stride1, 1))
+
+
+def take(rows, t):
+    """Copies of some rows of [n0, n1, V]: [len(t), V]."""
+    n0, n1, _ = rows.shape
+    return rows[0].index_select(0, t) if n0 == 1 else rows[t // n1, t % n1]
+
+
 class LogprobEntropy(torch.autograd.Function):
-    """logits [T, V], targets [T] -> logprob [T], entropy [T]. The backward pass recomputes p from the logits."""
+    """logits [..., V], targets [...] -> logprob [...], entropy [...]. The backward pass recomputes p from the logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, temperature, ignore_index):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        logprob, entropy, lse = (torch.zeros(len(targets), dtype=dtype, device=logits.device) for _ in range(3))
+        rows, targets = as_rows(logits), targets.reshape(-1).long()
+        V = rows.shape[2]
+        logprob, entropy, top, log_s = (torch.zeros(len(targets), dtype=dtype, device=logits.device) for _ in range(4))
         live = (targets != ignore_index).nonzero()[:, 0]  # ignored rows cost nothing
-        for rows in live.split(max(1, CHUNK // logits.shape[1])):
-            x = logits[rows].to(dtype).div_(temperature)
-            m = x.amax(1, keepdim=True)
-            target = x.gather(1, targets[rows, None]).sub_(m).squeeze(1)
-            x.sub_(m)  # H = log s - w / s is shift-invariant: everything below is relative to the maximum
+        for t in live.split(max(1, chunk(logits) // V)):
+            x = take(rows, t).to(dtype)
+            m = x.amax(1)
+            # H = log s - w / s is shift-invariant: all below is relative to the maximum, subtracted first as that is exact
+            x.sub_(torch.where(m == -torch.inf, 0.0, m)[:, None]).div_(temperature)
+            target = x.gather(1, targets[t, None]).squeeze(1)
             e = x.exp()
             s = e.sum(1)
-            x.masked_fill_(e == 0, 0.0)  # p log p -> 0 as p -> 0: -inf logits contribute nothing
-            w = x.mul_(e).sum(1)
-            log_s = s.log()
-            logprob[rows], entropy[rows], lse[rows] = target - log_s, log_s - w / s, m.squeeze(1) + log_s
-        ctx.save_for_backward(logits, targets, entropy, lse)
+            w = x.clamp_(min=-1e30).mul_(e).sum(1)  # e = 0 at x = -inf, and 0 * -inf would be NaN
+            top[t], log_s[t] = m, s.log()
+            logprob[t], entropy[t] = target - log_s[t], log_s[t] - w / s
+        ctx.save_for_backward(logits, targets, entropy, top, log_s)
         ctx.temperature, ctx.ignore_index = temperature, ignore_index
-        return logprob, entropy
+        return logprob.view(logits.shape[:-1]), entropy.view(logits.shape[:-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy):
-        logits, targets, entropy, lse = ctx.saved_tensors
-        grad = torch.zeros_like(logits)
+        logits, targets, entropy, top, log_s = ctx.saved_tensors
+        rows, g, h = as_rows(logits), grad_logprob.reshape(-1, 1), grad_entropy.reshape(-1, 1)
+        V = rows.shape[2]
+        entropy = entropy.reshape(-1, 1)
+        grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        out = grad.view(-1, V)
         live = (targets != ctx.ignore_index).nonzero()[:, 0]
-        for rows in live.split(max(1, CHUNK // logits.shape[1])):
-            y = logits[rows].to(lse.dtype).div_(ctx.temperature).sub_(lse[rows, None])  # log p
+        for t in live.split(max(1, chunk(logits) // V)):
+            y = take(rows, t).to(top.dtype).sub_(top[t, None]).div_(ctx.temperature).sub_(log_s[t, None])  # log p
             p = y.exp()
-            y.masked_fill_(p == 0, 0.0)
             # d logprob / dx = [x is target] - p;  d H / dx = -p (log p + H)
-            y.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprob[rows, None]).mul_(p)
-            y.scatter_add_(1, targets[rows, None], grad_logprob[rows, None].to(y.dtype))
-            grad[rows] = y.div_(ctx.temperature).to(grad.dtype)
+            y.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
+            y.scatter_add_(1, targets[t, None], g[t].to(y.dtype))
+            out[t] = y.div_(ctx.temperature).to(grad.dtype)
         return grad, None, None, None
 
 
 def logprob_entropy(logits, targets, temperature, ignore_index):
-    """Twin of logprob.logprob_entropy on flattened rows: logits [T, V], targets [T]."""
+    """Twin of logprob.logprob_entropy."""
     return LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index))
 
 
@@ -74,80 +110,71 @@ def logprob_entropy(logits, targets, temperature, ignore_index):
 
 
 def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, temperature):
-    """Twin of cross.cross_logprob_matrix. Logits are made and used a chunk of tokens at a time."""
+    """Twin of cross.cross_logprob_matrix. Logits are made and used in chunks of tokens and of the vocabulary."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    logprob = torch.zeros(len(targets), dtype=dtype, device=hidden.device)
-    weight = weight.to(dtype)
-    for rows in torch.arange(len(targets), device=hidden.device).split(max(1, 4 * CHUNK // len(weight))):
-        logits = (hidden[rows].to(dtype) @ weight.T).div_(temperature)
-        logprob[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - logits.logsumexp(1)
-    segment = torch.arange(len(cu_seqlens) - 1, device=hidden.device).repeat_interleave(
-        (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    )
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    return torch.zeros(len(cu_seqlens) - 1, dtype=dtype, device=hidden.device).index_add_(
-        0, segment, logprob[first:last]
-    )
+    (P, _), V, targets = hidden.shape, len(weight), targets.long()
+    if hidden.device.type == "cpu" and P and not 0 <= targets.min() <= targets.max() < V:
+        raise IndexError(f"targets: {int(targets.min())} to {int(targets.max())} for a vocabulary of {V}")
+    target = torch.zeros(P, dtype=dtype, device=hidden.device)
+    lse = torch.full_like(target, -torch.inf)
+    everyone = torch.arange(P, device=hidden.device)
+    for first in range(0, V, COLUMNS):
+        w = weight[first : first + COLUMNS].to(dtype)
+        for t in everyone.split(max(1, 4 * chunk(hidden) // len(w))):
+            x = (hidden[t].to(dtype) @ w.T).div_(temperature)
+            here = targets[t] - first
+            inside = (here >= 0) & (here < len(w))
+            target[t] += torch.where(inside, x.gather(1, here.clamp(0, len(w) - 1)[:, None]).squeeze(1), 0.0)
+            lse[t] = torch.logaddexp(lse[t], x.logsumexp(1))
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    if not len(lengths):
+        return target.new_zeros(0)
+    token = (target - lse)[int(cu_seqlens[0]) : int(cu_seqlens[-1])]
+    return torch.segment_reduce(token, "sum", lengths=lengths, initial=0)
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def group_advantages(
-    rewards,
-    group_ids,
-    groups,
-    scale,
-    ddof,
-    eps,
-    filter,
-    filter_value,
-    filter_mode,
-    filter_metric,
-    include_zero,
-    selection_eps,
-):
-    """Twin of advantage.group_advantages; the meaning of every argument stands there."""
-    r = rewards if rewards.dtype == torch.float64 else rewards.float()
-    ids = group_ids.long()
-    count = torch.zeros(groups, dtype=r.dtype, device=r.device).index_add_(0, ids, torch.ones_like(r))
-    high = torch.full_like(count, -torch.inf).scatter_reduce_(0, ids, r, "amax")
-    low = torch.full_like(count, torch.inf).scatter_reduce_(0, ids, r, "amin")
+def group_advantages(rewards, group_ids, G, scale, ddof, eps, rule, value, k, softmax, metric, include_zero, selection_eps):
+    """Twin of advantage.group_advantages; the meaning of every argument stands there.
+
+    float64 inside (a few thousand numbers): sums of float32 rewards are then all but exact, so that groups with the same
+    rewards have the same score in any order of rows, and ties are ties.
+    """
+    out = rewards.dtype if rewards.dtype == torch.float64 else torch.float32
+    wide = torch.float32 if rewards.device.type == "mps" else torch.float64  # which has no float64
+    r, ids = rewards.to(wide), group_ids.long()
+    zero = torch.zeros(G, dtype=wide, device=r.device)
+    count = zero.index_add(0, ids, torch.ones_like(r))
+    high = (zero - torch.inf).scatter_reduce(0, ids, r, "amax")
+    low = (zero + torch.inf).scatter_reduce(0, ids, r, "amin")
     # Equal rewards have score exactly 0: decided by comparing them, since a computed variance is rounded.
     equal = (high <= low) | (count <= ddof)
-    low = torch.where(count > 0, low, 0.0)
-    deviation = r - low[ids]  # relative to the lowest reward: a large common part never meets a small spread
-    above = torch.zeros_like(count).index_add_(0, ids, deviation) / count.clamp(min=1)
-    above = torch.where(equal, 0.0, above)
-    deviation = deviation - above[ids]
-    squares = torch.zeros_like(count).index_add_(0, ids, deviation**2)
+    mean = zero.index_add(0, ids, r) / count.clamp(min=1)
+    squares = zero.index_add(0, ids, (r - mean[ids]) ** 2)
     variance = torch.where(equal, 0.0, squares / (count - ddof).clamp(min=1))
     std = variance.sqrt()
-    score = std if filter_metric == "reward_std" else variance
-    candidate = (count > 0) if include_zero else (count > 0) & (score > 0)
-    # rank by comparison: before[i, j] = group j is ranked before group i (higher score; ties by index)
-    index = torch.arange(groups, device=r.device)
-    s = torch.where(candidate, score, -torch.inf)
-    before = (s[None, :] > s[:, None]) | ((s[None, :] == s[:, None]) & (index[None, :] < index[:, None]))
-    rank = before.sum(1)
-    if filter == "none":
+    score = (std if metric == "reward_std" else variance).to(out)
+    s = score.to(wide)
+    candidate = (count > 0) if include_zero else (count > 0) & (s > 0)
+    s = torch.where(candidate, s, -torch.inf)
+    top = s.amax() if G else 0.0
+    # rank by comparison: ahead[i, j] = group j ranks before group i (higher score; ties by index)
+    index = torch.arange(G, device=r.device)
+    ahead = candidate & ((s > s[:, None]) | ((s == s[:, None]) & (index < index[:, None])))
+    if rule == "top_p":
+        mass = torch.where(candidate, (s - top).exp() if softmax else s, 0.0)
+        limit = (value - selection_eps) * mass.sum() if softmax else value * mass.sum() - selection_eps
+        keep = candidate & (torch.where(ahead, mass, 0.0).sum(1) < limit)
+    elif rule == "top_k":
+        keep = candidate & (ahead.sum(1) < k)
+    elif rule == "min_p":
+        keep = candidate & (s >= value * top)
+    else:
         keep = candidate
-    elif filter == "top_p":
-        if filter_mode == "linear":
-            candidate = candidate & (score > 0)
-            mass = torch.where(candidate, score, 0.0)
-            limit = filter_value * mass.sum() - selection_eps
-        else:
-            mass = torch.where(candidate, (score - torch.where(candidate, score, -torch.inf).amax()).exp(), 0.0)
-            mass = mass / mass.sum().clamp(min=torch.finfo(mass.dtype).tiny)
-            limit = filter_value - selection_eps
-        keep = candidate & (torch.where(before, mass[None, :], 0.0).sum(1) < limit)
-    elif filter == "top_k":
-        keep = candidate & (rank < filter_value * groups)
-    elif filter == "top_k_abs":
-        keep = candidate & (rank < filter_value)
-    else:  # min_p
-        keep = candidate & (score >= filter_value * score.amax())
-    advantage = deviation / (std[ids] + eps) if scale == "std" else deviation
-    advantage = torch.where(keep[ids] & ~equal[ids], advantage, 0.0)
-    return GroupAdvantages(advantage, keep, score, low + above, std)
+    advantage = r - mean[ids]
+    if scale == "std":
+        advantage = advantage / (std + eps)[ids]
+    advantage = torch.where((keep & ~equal)[ids], advantage, 0.0)
+    return GroupAdvantages(advantage.to(out), keep, score, mean.to(out), std.to(out))

@@ -14,9 +14,7 @@ def table():
 
 
 def test_every_kernel_compiles_for_every_target(table):
-    assert {(r["kernel"], r["target"]) for r in table} >= {
-        (k, t) for k in {r["kernel"] for r in table} for t in TARGETS
-    }
+    assert {(r["kernel"], r["target"]) for r in table} >= {(k, t) for k in {r["kernel"] for r in table} for t in TARGETS}
 
 
 def test_nothing_spills(table):

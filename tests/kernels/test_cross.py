@@ -4,6 +4,7 @@ import pytest
 import torch
 from backends import BACKENDS, DEVICE
 
+from nanoragen.kernels import reference
 from nanoragen.kernels.cross import cross_logprob_matrix
 
 
@@ -42,19 +43,52 @@ def test_a_segment_is_the_same_bits_alone(backend):
     targets, cu = torch.randint(50, (40,), device=DEVICE), torch.tensor([0, 10, 40], device=DEVICE)
     both = cross_logprob_matrix(hidden, weight, targets, cu, backend=backend)
     if backend == "triton":
-        alone = cross_logprob_matrix(
-            hidden[10:], weight, targets[10:], torch.tensor([0, 30], device=DEVICE), backend=backend
-        )
+        alone = cross_logprob_matrix(hidden[10:], weight, targets[10:], torch.tensor([0, 30], device=DEVICE), backend=backend)
         assert torch.equal(alone[0], both[1])
     again = cross_logprob_matrix(hidden, weight, targets, cu, backend=backend)
     assert torch.equal(both, again)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hidden_narrower_than_the_head(backend):
+    """Under autocast hidden is bf16 and the head float32."""
+    hidden, weight = torch.randn(9, 16, device=DEVICE).bfloat16(), torch.randn(50, 16, device=DEVICE)
+    weight = weight.bfloat16().float()
+    targets, cu = torch.randint(50, (9,), device=DEVICE), torch.tensor([0, 4, 9], device=DEVICE)
+    sums = cross_logprob_matrix(hidden, weight, targets, cu, backend=backend)
+    torch.testing.assert_close(sums.double().cpu(), book(hidden, weight, targets, cu, 1.0), atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_targets_out_of_the_vocabulary_do_not_pass_silently(backend):
+    args = torch.randn(2, 16, device=DEVICE), torch.randn(5, 16, device=DEVICE), torch.tensor([0, 5], device=DEVICE)
+    cu = torch.tensor([0, 1, 2], device=DEVICE)
+    if backend == "triton":
+        assert cross_logprob_matrix(*args, cu, backend=backend).isnan().tolist() == [False, True]
+    else:
+        with pytest.raises((RuntimeError, IndexError)):
+            cross_logprob_matrix(*args, cu, backend=backend)
+
+
+def test_twin_takes_the_vocabulary_in_slices(monkeypatch):
+    monkeypatch.setattr(reference, "COLUMNS", 7)
+    hidden, weight = torch.randn(9, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
+    targets, cu = torch.randint(50, (9,)), torch.tensor([0, 4, 9])
+    sums = cross_logprob_matrix(hidden, weight, targets, cu, backend="torch")
+    torch.testing.assert_close(sums, book(hidden, weight, targets, cu, 1.0), atol=1e-10, rtol=1e-12)
+
+
+def test_twin_takes_any_number_of_pairs():
+    S = 70_000
+    hidden, weight, targets = torch.randn(S, 4), torch.randn(6, 4), torch.randint(6, (S,))
+    sums = cross_logprob_matrix(hidden, weight, targets, torch.arange(S + 1))
+    want = torch.log_softmax(hidden @ weight.T, -1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(sums, want, atol=1e-5, rtol=1e-5)
+
+
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit"):
-        cross_logprob_matrix(
-            torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long), torch.tensor([0, 3])
-        )
+        cross_logprob_matrix(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long), torch.tensor([0, 3]))
 
 
 @pytest.mark.gpu

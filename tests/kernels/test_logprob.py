@@ -9,6 +9,7 @@ import torch
 from backends import BACKENDS, DEVICE
 
 from nanoragen.kernels.logprob import logprob_entropy
+from nanoragen.kernels.reference import as_rows
 
 INF = float("inf")
 
@@ -93,11 +94,7 @@ def test_ignored_rows_are_zero_without_gradient(backend):
     logits = torch.randn(2, 3, 50, device=DEVICE, requires_grad=True)
     targets = torch.tensor([[1, -100, 2], [-100, -100, 49]], device=DEVICE)
     logprob, entropy = logprob_entropy(logits, targets, backend=backend)
-    assert (
-        logprob.shape == targets.shape
-        and (logprob[targets == -100] == 0).all()
-        and (entropy[targets == -100] == 0).all()
-    )
+    assert logprob.shape == targets.shape and (logprob[targets == -100] == 0).all() and (entropy[targets == -100] == 0).all()
     (logprob.sum() + entropy.sum()).backward()
     assert (logits.grad[targets == -100] == 0).all() and (logits.grad[targets != -100] != 0).any()
 
@@ -108,9 +105,7 @@ def test_strided_rows_expanded_gradients_and_untouched_input(backend):
     view = wide[::2, :129].requires_grad_()
     targets, before = torch.tensor([0, 5, 128], device=DEVICE), wide.clone()
     logprob, entropy = logprob_entropy(view, targets, backend=backend)
-    (first,) = torch.autograd.grad(
-        logprob.sum() + entropy.sum(), view, retain_graph=True
-    )  # .sum() sends an expanded gradient
+    (first,) = torch.autograd.grad(logprob.sum() + entropy.sum(), view, retain_graph=True)  # .sum() sends an expanded gradient
     (second,) = torch.autograd.grad(logprob.sum() + entropy.sum(), view)
     assert torch.equal(first, second) and torch.equal(wide, before)
     exact = view.detach().double().requires_grad_()
@@ -136,6 +131,83 @@ def test_bf16_sums_do_not_stick(backend):
     logprob, entropy = logprob_entropy(logits, torch.tensor([0], device=DEVICE), backend=backend)
     assert logprob.dtype == torch.float32 and logprob.item() == pytest.approx(-6.907755, abs=1e-4)
     assert entropy.item() == pytest.approx(6.907755, abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift", [1000.0, -1000.0])
+def test_a_common_offset_changes_nothing(shift, backend):
+    """The same logits around 0 and around +-1000, on a grid that float32 holds exactly at both: the same bits."""
+    logits = torch.randint(-160, 160, (4, 5003), device=DEVICE) / 32.0
+    targets = torch.tensor([0, 7, 4999, 5002], device=DEVICE)
+    found = []
+    for x in (logits, logits + shift):
+        x.requires_grad_()
+        logprob, entropy = logprob_entropy(x, targets, backend=backend)
+        (logprob.sum() + entropy.sum()).backward()
+        found.append((logprob, entropy, x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cut", ["slice", "transpose", "expand", "permute", "inner", "scalar"])
+def test_any_layout(cut, backend):
+    base = torch.randn(3, 4, 5, 40, device=DEVICE)
+    logits = {
+        "slice": base[0, :, :-1],  # two strides that do not fold
+        "transpose": base[0].transpose(0, 1),
+        "expand": base[0, 0, :1].expand(6, 40),
+        "permute": base.permute(1, 0, 2, 3)[:, :2, 1:],  # three that do not: copied
+        "inner": base[0, 0].T,  # last stride not 1: copied
+        "scalar": base[0, 0, 0],
+    }[cut]
+    targets = torch.randint(logits.shape[-1], logits.shape[:-1], device=DEVICE)
+    assert (as_rows(logits).data_ptr() == logits.data_ptr()) == (cut not in ("permute", "inner"))
+    leaf = logits.detach().requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    got, want = logprob_entropy(leaf, targets, backend=backend), book(exact, targets)
+    for a, b in zip(got, want):
+        assert a.shape == targets.shape
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(sum(t.sum() for t in got), leaf) + torch.autograd.grad(sum(t.sum() for t in want), exact)
+    torch.testing.assert_close(grads[0].double(), grads[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_add_up(backend):
+    """grad(2 logprob - 3 entropy) = 2 grad(logprob) - 3 grad(entropy); each alone leaves the other's upstream gradient out."""
+    logits, targets = torch.randn(4, 129, device=DEVICE, requires_grad=True), torch.tensor([0, 1, 2, 128], device=DEVICE)
+    logprob, entropy = (t.sum() for t in logprob_entropy(logits, targets, backend=backend))
+    both, first, second = (
+        torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (2 * logprob - 3 * entropy, logprob, entropy)
+    )
+    torch.testing.assert_close(both, 2 * first - 3 * second, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivatives_are_refused(backend):
+    """They would be silently wrong."""
+    logits = torch.randn(2, 5, device=DEVICE, requires_grad=True)
+    logprob, _ = logprob_entropy(logits, torch.tensor([0, 1], device=DEVICE), backend=backend)
+    (grad,) = torch.autograd.grad(logprob.exp().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_targets_out_of_the_vocabulary_do_not_pass_silently(backend):
+    logits, targets = torch.randn(2, 5, device=DEVICE), torch.tensor([5, -1], device=DEVICE)
+    if backend == "triton":
+        assert logprob_entropy(logits, targets, backend=backend)[0].isnan().all()
+    else:
+        with pytest.raises((RuntimeError, IndexError)):
+            logprob_entropy(logits, targets, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_at_minus_infinity(backend):
+    logits = torch.tensor([[-INF, 0.0, 0.0]], device=DEVICE)
+    logprob, entropy = logprob_entropy(logits, torch.tensor([0], device=DEVICE), backend=backend)
+    assert logprob.item() == -INF and entropy.item() == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_twin_in_float64_passes_gradcheck():
@@ -171,9 +243,7 @@ assert torch.allclose(a[0], b[0], atol=1e-5) and torch.allclose(a[1], b[1], atol
     pytest.importorskip("triton")
     import os
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -185,9 +255,7 @@ def test_last_row_of_a_tensor_beyond_two_to_the_31_elements_on_a_gpu():
     logprob, entropy = logprob_entropy(logits, targets)
     alone = logprob_entropy(logits[-1:].clone(), targets[-1:])
     assert torch.equal(logprob[-1:], alone[0]) and torch.equal(entropy[-1:], alone[1])
-    assert logprob[0].item() == pytest.approx(-11.931215, abs=1e-4) and entropy[0].item() == pytest.approx(
-        11.931215, abs=1e-4
-    )
+    assert logprob[0].item() == pytest.approx(-11.931215, abs=1e-4) and entropy[0].item() == pytest.approx(11.931215, abs=1e-4)
 
 
 @pytest.mark.gpu
