@@ -258,6 +258,15 @@ MEANING = {
 
 
 def regime_sentence(h, mi, h0, mi0) -> str:
-    """The regime, its two numbers, what it means and what to do, in one line for the console."""
+    """The regime, its two numbers, what it means and what to do, in one line for the console.
+
+    Collapse is a loss. Where there was nothing to lose (mi0 not above 0) the sentence says so.
+    """
     name = regime(h, mi, h0, mi0)
-    return f"{name} (H(Z|X) {h:.2f}, first {h0:.2f}; MI {mi:.2f}, first {mi0:.2f}): {MEANING[name]}"
+    meaning = MEANING[name]
+    if "collapse" in name and mi0 <= 0:
+        meaning = (
+            "the reasoning did not depend on the prompt at the first measurement either, so this is how the model "
+            "started, not what training did to it; try a stronger model, or a larger --max_tokens if replies are cut off"
+        )
+    return f"{name} (H(Z|X) {h:.2f}, first {h0:.2f}; MI {mi:.2f}, first {mi0:.2f}): {meaning}"

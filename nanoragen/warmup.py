@@ -28,9 +28,10 @@ from nanoragen.envs.countdown import join
 from nanoragen.envs.registry import make
 
 # share of episodes, and how often a demonstrator errs: measured so that it wins about half its episodes at most
-MIXTURE = {"sokoban": 0.55, "frozen_lake": 0.2, "bandit": 0.05, "countdown": 0.2}
+MIXTURE = {"sokoban": 0.48, "frozen_lake": 0.2, "bandit": 0.12, "countdown": 0.2}
 PLAN_NOISE = {"sokoban": 0.10, "frozen_lake": 0.15, "bandit": 0.15, "countdown": 0.15}
 HAND_NOISE = {"sokoban": 0.45, "frozen_lake": 0.50, "bandit": 0.40, "countdown": 0.30}
+CHUNK = 2048  # padded tokens that go through the model at once
 OBSERVATION_WEIGHT = 0.1  # of the loss on later observations: predicting them teaches what moves do
 
 CHAT_TEMPLATE = (
@@ -258,23 +259,36 @@ class Stream:
         return env.instruction, turns
 
     def batches(self, chat, tokens: int):
-        """Lists of encoded episodes, about `tokens` padded tokens each, every environment in each by its share.
-
-        Lengths are not sorted: the games differ in length, so a batch of similar lengths would hold one game, and the
-        short games would share a batch in fifteen (as they did, and were not learned).
-        """
-        batch, width = [], 0
+        """Lists of encoded episodes, `tokens` in all and every environment in each by its share, shortest first."""
+        batch, count = [], 0
         while True:
-            e = encode(chat, *self.episode())
-            width = max(width, len(e[0]))
-            if batch and width * (len(batch) + 1) > tokens:
-                yield batch
-                batch, width = [], len(e[0])
-            batch.append(e)
+            batch.append(encode(chat, *self.episode()))
+            count += len(batch[-1][0])
+            if count >= tokens:
+                yield sorted(batch, key=lambda e: len(e[0]))
+                batch, count = [], 0
+
+
+def backward(model, batch, pad_id: int) -> float:
+    """Accumulate the gradient of a batch, a few episodes of like length at a time: little padding, and yet one loss.
+
+    (Batches that were themselves of like length held one game each. The short games shared one in fifteen, and were
+    not learned.) Returns the cross-entropy of the replies, nats a token.
+    """
+    total = sum(sum(w) for _, w in batch)
+    replies, nats, start = 0, 0.0, 0
+    while start < len(batch):
+        end = start + 1
+        while end < len(batch) and (end + 1 - start) * len(batch[end][0]) <= CHUNK:
+            end += 1
+        loss, count, reply_nats = loss_fn(model, batch[start:end], pad_id)
+        (loss / total).backward()
+        replies, nats, start = replies + count, nats + reply_nats, end
+    return nats / replies
 
 
 def loss_fn(model, batch, pad_id: int):
-    """Weighted next-token cross-entropy of a batch of (ids, weights); also the plain one over replies alone."""
+    """Weighted next-token cross-entropy of (ids, weights), summed; how many reply tokens, and their plain sum."""
     import torch
 
     width = max(len(ids) for ids, _ in batch)
@@ -285,7 +299,7 @@ def loss_fn(model, batch, pad_id: int):
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     weights = weights[:, 1:].flatten()
     replies = weights == 1
-    return (nll * weights).sum() / weights.sum(), nll[replies].mean().item()
+    return (nll * weights).sum(), int(replies.sum()), nll.detach()[replies].sum().item()
 
 
 def train(args):
@@ -322,8 +336,7 @@ def train(args):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * scale
         batch = next(batches)
-        loss, reply_nll = loss_fn(model, batch, tokenizer.pad_token_id)
-        loss.backward()
+        reply_nll = backward(model, batch, tokenizer.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -359,7 +372,7 @@ def main(argv=None):
     parser.add_argument("--out", required=True, help="folder of the new model")
     parser.add_argument("--resume", help="go on from this model folder instead of from nothing")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--tokens", type=int, default=6144, help="padded tokens of a batch")
+    parser.add_argument("--tokens", type=int, default=6144, help="tokens of a batch")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)

@@ -165,24 +165,18 @@ def test_observation_positions_get_no_gradient(tiny):
     assert seen["rows"] == sum(e.num_tokens for e in found)  # the head never saw the others
 
 
+def updated(model, optimizer, scheduler, batch, advantage, c):
+    rows, rng = torch.arange(len(advantage)), np.random.default_rng(0)
+    return update(model, optimizer, scheduler, batch, advantage, rows, None, c, rng, lambda text: None)
+
+
 def test_a_nan_gradient_costs_the_update_and_not_the_weights(tiny):
     model, _ = tiny
     before = [p.clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     batch, advantage = make_batch(episodes(4), 0), torch.tensor([1.0, float("nan"), 0.0, -1.0])
-    log = update(
-        model,
-        optimizer,
-        scheduler,
-        batch,
-        advantage,
-        torch.arange(4),
-        None,
-        settings(),
-        np.random.default_rng(0),
-        lambda t: None,
-    )
+    log = updated(model, optimizer, scheduler, batch, advantage, settings())
     assert log["nonfinite_updates"] == 1 and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
@@ -192,18 +186,7 @@ def test_several_minibatches_use_the_probabilities_from_before_the_first(tiny):
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     batch, advantage = make_batch(episodes(8), 0), torch.tensor([1.0, -1] * 4)
     c = Config(minibatches=2, epochs=2, max_grad_norm=1e9)
-    log = update(
-        model,
-        optimizer,
-        scheduler,
-        batch,
-        advantage,
-        torch.arange(8),
-        None,
-        c,
-        np.random.default_rng(0),
-        lambda t: None,
-    )
+    log = updated(model, optimizer, scheduler, batch, advantage, c)
     assert log["approx_kl"] > 1e-6  # the ratio left 1 after the first minibatch
 
 

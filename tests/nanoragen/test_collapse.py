@@ -417,3 +417,5 @@ def test_regimes(h, mi, name):
 def test_a_run_that_starts_without_input_dependence_is_not_called_diverse():
     assert regime(1.0, 0.0, 1.0, 0.0) == regime(1.0, -0.2, 1.0, -0.3) == "template collapse"
     assert regime(1.0, 0.5, 1.0, 0.0) == "diverse"
+    # nothing was lost, so nothing is blamed on the training
+    assert "started" in collapse.regime_sentence(1.0, 0.0, 1.0, 0.0) and "--beta" in collapse.regime_sentence(1.0, 0.0, 1.0, 0.1)
