@@ -20,8 +20,9 @@ not be measured to help. Shapes: G groups, K episodes a group, B = G*K episodes,
 
 import json
 import math
+import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -82,6 +83,7 @@ class Config:
     final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
     save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
     keep: int = flag(2, "checkpoints kept")
+    resume: str = flag("", "run folder to go on with, from its newest whole checkpoint, with its settings", "trainer.resume_from_path")
     seed: int = flag(0, "of everything random", "seed")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU")
@@ -234,8 +236,12 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def run(c: Config, model, tokenizer, out: Path):
-    """Train a loaded model; files go to the folder `out`. Returns the last line of the log as a dict."""
+def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
+    """Train a loaded model; files go to the folder `out`. Returns the last line of the log as a dict.
+
+    saved: the checkpoint that the model comes from, to go on exactly where it stood. On a CPU every number of the run is
+    then the one it would have been without the stop: weights, moments, random states, log.
+    """
     import numpy as np
     import torch
     from tqdm import tqdm
@@ -252,7 +258,8 @@ def run(c: Config, model, tokenizer, out: Path):
     torch.manual_seed(c.seed)
     options = cli.options(c.env_options)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    reference = models.reference(model) if c.beta > 0 else None
+    start_model = models.load(c.model, device=c.device)[0] if saved and c.beta > 0 else model
+    reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
     updates = c.steps * c.epochs * c.minibatches
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda u: learning_rate(u, updates, c))
@@ -261,9 +268,15 @@ def run(c: Config, model, tokenizer, out: Path):
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
         format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
     )  # fmt: skip
-    log = metrics.Log(out, asdict(c), trackers=c.log)
+    history, before, first, regime, ema, done = [], None, None, "", collapse.Ema(), 0
+    if saved:
+        state = checkpoint.restore(saved, optimizer, scheduler)
+        before, first, regime, done = state["before"], state["first_regime"], state["regime"], state["step"]
+        ema.load_state_dict(state["ema"])
+        history = metrics.rewind(out, done)
+    log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
-    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+    bar = tqdm(total=c.steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
     say, phase = bar.write, lambda text: bar.set_description_str(text)
     say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
 
@@ -276,10 +289,12 @@ def run(c: Config, model, tokenizer, out: Path):
 
     few = c.eval_episodes or c.groups * c.group_size
     many = c.final_episodes or 2 * c.groups * c.group_size
-    before = after = held_out(many, "before")
-    say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
-    history, first, regime, ema = [], None, "", collapse.Ema()
-    for step in range(1, c.steps + 1):
+    if saved:
+        say(f"resumed after step {done} from {saved}")
+    else:
+        before = held_out(many, "before")
+        say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
+    for step in range(done + 1, c.steps + 1):
         start = time.perf_counter()
         line = {"step": step}
 
@@ -346,7 +361,7 @@ def run(c: Config, model, tokenizer, out: Path):
         say(metrics.console_line(line))
         if step == c.steps or (c.save_every and step % c.save_every == 0):
             phase("save")
-            state = {"step": step, "config": asdict(c), "first_regime": first, "ema": ema.state_dict()}
+            state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
             saved = checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
         bar.update()
     bar.close()
@@ -388,17 +403,39 @@ def run_folder(c: Config) -> Path:
     return out
 
 
+def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
+    """(settings, run folder, checkpoint) of the run that --resume names: its own settings, but what stands beside it wins."""
+    from nanoragen import checkpoint
+
+    out = Path(c.resume)
+    if not (out / "config.json").is_file():
+        raise ValueError(f"resume: {out} holds no run; valid: a run folder, as in runs/sokoban-grpo-0")
+    if c.out:
+        raise ValueError(f"out: {c.out} with --resume {out}; valid: one of them, a run goes on in its own folder")
+    saved = checkpoint.newest(out)
+    if saved is None:
+        raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
+    c = cli.parse(Config, ["--config", str(out / "config.json"), *argv], "train.py", "")
+    done = int(saved.name.split("_")[1])
+    if done >= c.steps:
+        raise ValueError(f"resume: {out} is done with all {c.steps} steps; valid: --steps above {done}")
+    return c, out, saved
+
+
 def main(argv=None):
-    c = cli.parse(Config, argv, "train.py", __doc__.split("\n\n")[0])
+    argv = sys.argv[1:] if argv is None else argv
+    c, saved = cli.parse(Config, argv, "train.py", __doc__.split("\n\n")[0]), None
     try:
+        if c.resume:
+            c, out, saved = resumed(c, argv)
         check(c)
-        out = run_folder(c)  # before torch is imported: a bad folder shows at once
+        out = out if saved else run_folder(c)  # before torch is imported: a bad folder shows at once
         from nanoragen import model as models
 
-        model, tokenizer = models.load(c.model, device=c.device)
+        model, tokenizer = models.load(str(saved or c.model), device=c.device)
     except ValueError as e:
         cli.fail("train.py", e)
-    run(c, model, tokenizer, out)
+    run(c, model, tokenizer, out, saved)
 
 
 if __name__ == "__main__":

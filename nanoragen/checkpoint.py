@@ -8,7 +8,7 @@ A checkpoint is written as `step_000100.tmp`, every file is synced to disk, then
 and only then is the folder renamed. A kill leaves a `.tmp`, which nobody reads and the next save removes. Sizes are checked when
 the newest is looked for, so a file cut short later is noticed too.
 
-The random states are saved here; putting them back is `restore_random`. Left out: sharded and asynchronous saving.
+Left out: sharded and asynchronous saving.
 """
 
 import json
@@ -95,6 +95,15 @@ def load_state(folder) -> dict:
         file = folder / f"{name}.pt"
         parts[name] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
     return {"state": json.loads((folder / "trainer_state.json").read_text()), **parts}
+
+
+def restore(folder, optimizer, scheduler) -> dict:
+    """Put back optimizer, scheduler and random states from a checkpoint; returns the rest of the trainer's state."""
+    found = load_state(folder)
+    optimizer.load_state_dict(found["optimizer"])
+    scheduler.load_state_dict(found["scheduler"])
+    restore_random(found["random"])
+    return found["state"]
 
 
 def random_state() -> dict:

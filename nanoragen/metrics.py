@@ -90,6 +90,37 @@ class Log:
             finish()
 
 
+def rewind(folder, step: int) -> list[dict]:
+    """Cut the records of a run back to a step, so that a resumed run logs no step twice, and mends a line torn by a kill.
+
+    Returns the lines of metrics.jsonl that stay.
+    """
+    history = []
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        path, position, end = Path(folder) / name, 0, 0
+        if not path.is_file():
+            continue
+        with open(path, "rb+") as file:
+            for text in file:
+                line, position = _record(text), position + len(text)
+                if line is not None:
+                    if line["step"] > step:
+                        break
+                    end = position  # after the last whole line that stays
+                    history += [line] if name == "metrics.jsonl" else []
+            file.truncate(end)
+    return history
+
+
+def _record(text: bytes) -> dict | None:
+    """A whole line of one of our logs as a dict; None for a torn or damaged one."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if text.endswith(b"\n") and isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
 def check_trackers(text: str) -> list[str]:
     """The names in "wandb,tensorboard". ValueError for one that does not exist or is not installed."""
     names = [n.strip() for n in text.split(",") if n.strip()]

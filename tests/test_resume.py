@@ -1,0 +1,102 @@
+"""Exact resume: a run that was killed and resumed is, number for number, the run that was not. And nothing is lost in between."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanoragen import metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train  # noqa: E402
+
+CLOCK = ("time/", "step_time", "tokens_per_second")  # all that may differ
+SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
+         "--final_episodes", "4", "--save_every", "1", "--keep", "9", "--eval_every", "2"]  # fmt: skip
+SETTINGS = {
+    "default": [],
+    "kl, epochs, decay": ["--beta", "0.1", "--epochs", "2", "--minibatches", "2", "--weight_decay", "0.1", "--filter", "none",
+                          "--entropy_coef", "0.01", "--lr_schedule", "cosine"],
+}  # fmt: skip
+
+
+def killed_after(step, monkeypatch):
+    """The process dies when it is about to log the step after this one: its update is done, and lost."""
+    log = metrics.Log.step
+
+    def fatal(self, line):
+        if line["step"] > step:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write('{"step": 3, "rew')  # torn
+            raise KeyboardInterrupt
+        log(self, line)
+
+    monkeypatch.setattr(metrics.Log, "step", fatal)
+
+
+def lines(run):
+    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in found]
+
+
+def moments(folder):
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    return {f"{i} {k}": v for i, part in state.items() for k, v in part.items()}
+
+
+@pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS.keys())
+def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train.main([*SMALL, *more, "--out", str(whole)])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_after(2, patch)
+        train.main([*SMALL, *more, "--out", str(cut)])
+    torch.manual_seed(99)  # a new process has other random states
+    train.main(["--resume", str(cut)])
+    assert lines(cut) == lines(whole) and [line["step"] for line in lines(cut)] == [1, 2, 3, 4]
+    assert (cut / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
+    assert (cut / "config.json").read_text().replace("cut", "whole") == (whole / "config.json").read_text()
+    a, b = (run / "step_000004" for run in (cut, whole))
+    for x, y in ((load_file(a / "model.safetensors"), load_file(b / "model.safetensors")), (moments(a), moments(b))):
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+    assert (a / "trainer_state.json").read_text() == (b / "trainer_state.json").read_text()
+
+
+def test_a_damaged_newest_checkpoint_falls_back_with_a_line_that_says_so(tmp_path):
+    run = tmp_path / "run"
+    train.main([*SMALL, "--steps", "3", "--out", str(run)])
+    whole = lines(run)
+    weights = run / "step_000003/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step_000003 is not complete"):
+        train.main(["--resume", str(run)])
+    assert lines(run) == whole
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [(["--resume", "{run}/nowhere"], "holds no run"), (["--resume", "{run}", "--out", "x"], "--resume"),
+     (["--resume", "{run}"], "no whole checkpoint"), (["--resume", "{done}"], "--steps above 7"),
+     (["--resume", "{done}", "--steps", "6"], "--steps above 7")],
+)  # fmt: skip
+def test_what_cannot_be_resumed_is_one_line(argv, said, tmp_path, capsys):
+    for name in ("run", "done"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"env": "bandit", "steps": 7}')
+    (tmp_path / "done/step_000007").mkdir()
+    (tmp_path / "done/step_000007/complete.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        train.main([a.format(run=tmp_path / "run", done=tmp_path / "done") for a in argv])
+    message = capsys.readouterr().err
+    assert stop.value.code not in (0, None) and said in message and len(message.strip().splitlines()) == 1
+
+
+def test_rewind_keeps_whole_lines_up_to_a_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "x\n{"step": 2}\n{"step": 3}\n{"st')
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2')
+    assert metrics.rewind(tmp_path, 2) == [{"step": 1}, {"step": 2}]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2, "x\n{"step": 2}\n'
+    assert (tmp_path / "rollouts.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
