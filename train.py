@@ -83,6 +83,7 @@ class Config:
     final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
     save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
     keep: int = flag(2, "checkpoints kept")
+    early_stop: str = flag("variance,filtered,success", "which early stops are on (nanoragen/stop.py); none: no")
     resume: str = flag("", "run folder to go on with, from its newest whole checkpoint, with its settings", "trainer.resume_from_path")
     seed: int = flag(0, "of everything random", "seed")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -96,9 +97,11 @@ def check(c: Config):
     from nanoragen.envs.registry import make
     from nanoragen.metrics import check_trackers
     from nanoragen.model import locate
+    from nanoragen.stop import check as check_stops
 
     make(c.env, **cli.options(c.env_options))
     check_trackers(c.log)
+    check_stops(c.early_stop)
     for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
@@ -237,6 +240,14 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
 
 
 def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
+    """`train`, with Ctrl-C and SIGTERM answered at the end of a step: it is saved, and the run can be resumed."""
+    from nanoragen.stop import Stop
+
+    with Stop() as stop:
+        return train(c, model, tokenizer, out, saved, stop)
+
+
+def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     """Train a loaded model; files go to the folder `out`. Returns the last line of the log as a dict.
 
     saved: the checkpoint that the model comes from, to go on exactly where it stood. On a CPU every number of the run is
@@ -254,6 +265,7 @@ def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
     from nanoragen.evaluate import evaluate
     from nanoragen.kernels.advantage import group_advantages
     from nanoragen.rollout import Sampling, rollout
+    from nanoragen.stop import early_stop
 
     torch.manual_seed(c.seed)
     options = cli.options(c.env_options)
@@ -355,19 +367,31 @@ def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
             line[f"eval/{c.env}/success"] = after["success"]
         elif c.eval_every and step % c.eval_every == 0:
             line[f"eval/{c.env}/success"] = held_out(few, "held out")["success"]
+        history.append(line)
+        early = early_stop(history, c.env, c.early_stop)
+        if early:
+            line[f"early_stopped/{early[0]}"] = 1.0
+        last = step == c.steps or early or stop.asked
         log.step(line)
         log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in groups])
-        history.append(line)
         say(metrics.console_line(line))
-        if step == c.steps or (c.save_every and step % c.save_every == 0):
+        if last or (c.save_every and step % c.save_every == 0):
             phase("save")
             state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
             saved = checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
         bar.update()
+        if last:
+            break
+    if early and step < c.steps:
+        say(f"stopped early: {early[1]} (--early_stop)")
+        after = held_out(many, "after")
     bar.close()
     log.close()
+    if stop.asked and step < c.steps:
+        print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
+        raise SystemExit(130)
 
-    print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {c.steps} steps")
+    print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
     print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")

@@ -1,6 +1,8 @@
 """Exact resume: a run that was killed and resumed is, number for number, the run that was not. And nothing is lost in between."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -63,6 +65,27 @@ def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkey
     for x, y in ((load_file(a / "model.safetensors"), load_file(b / "model.safetensors")), (moments(a), moments(b))):
         assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
     assert (a / "trainer_state.json").read_text() == (b / "trainer_state.json").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number, tmp_path, monkeypatch, capsys):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train.main([*SMALL, "--save_every", "0", "--out", str(whole)])
+    rollouts = metrics.rollout_metrics
+
+    def signalled(*args):  # in the middle of step 2
+        if (cut / "metrics.jsonl").is_file():
+            os.kill(os.getpid(), number)
+        return rollouts(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(metrics, "rollout_metrics", signalled)
+        train.main([*SMALL, "--save_every", "0", "--out", str(cut)])
+    assert stop.value.code == 130 and f"--resume {cut}" in capsys.readouterr().out
+    assert [line["step"] for line in lines(cut)] == [1, 2] and (cut / "step_000002/complete.json").is_file()
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)  # the handler is gone again
+    train.main(["--resume", str(cut)])
+    assert lines(cut) == lines(whole)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_with_a_line_that_says_so(tmp_path):
