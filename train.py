@@ -53,6 +53,8 @@ class Config:
     temperature: float = flag(1.0, "sampling temperature; also the one that is trained at", "actor_rollout_ref.rollout.temperature")
     format_penalty: float = flag(-0.1, "reward of a reply that does not parse", "es_manager.format_penalty")
     rollout_batch: int = flag(0, "episodes generated at a time; 0: all", "")
+    env_timeout: float = flag(60.0, "seconds an environment may take over one reply; 0: no limit")
+    max_faults: float = flag(0.1, "share of a step's episodes that may be lost to errors of the environment")
     # update
     lr: float = flag(1e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
@@ -106,12 +108,14 @@ def check(c: Config):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
     for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every", "final_episodes",
-                "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta"):  # fmt: skip
+                "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout"):  # fmt: skip
         if getattr(c, key) < 0:
             raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
     for key in ("lr", "temperature", "max_grad_norm", "clip_low", "clip_high"):
         if not 0 < getattr(c, key) < math.inf:
             raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
+    if not 0 <= c.max_faults <= 1:
+        raise ValueError(f"max_faults: {c.max_faults}; valid: 0 to 1")
     if c.group_size < 2:
         raise ValueError(f"group_size: {c.group_size} with --algo {c.algo}, which compares episodes of a group; valid: 2 or more")
     locate(c.model)
@@ -257,7 +261,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import checkpoint, collapse, metrics
+    from nanoragen import checkpoint, collapse, faults, metrics
     from nanoragen import model as models
     from nanoragen.batch import make_batch, micro_batches
     from nanoragen.envs.base import eval_seeds, train_seeds
@@ -278,7 +282,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     sampling = Sampling(
         temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
-        format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
+        format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None, contain_faults=True,
+        env_timeout=c.env_timeout or None,
     )  # fmt: skip
     history, before, first, regime, ema, done = [], None, None, "", collapse.Ema(), 0
     if saved:
@@ -297,7 +302,17 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):  # training must not notice
             torch.manual_seed(c.seed)
             with models.autocast(model.device, c.dtype):
-                return evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=options)[0]
+                found, episodes = evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=options)
+        failed = faults.split(episodes)[1]
+        if len(failed) > c.max_faults * n:
+            log.errors(done, failed)
+            raise faults.TooManyFaults(failed, n, c.max_faults)
+        return found
+
+    def keep_step(step):
+        phase("save")
+        state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
+        return checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
 
     few = c.eval_episodes or c.groups * c.group_size
     many = c.final_episodes or 2 * c.groups * c.group_size
@@ -314,6 +329,14 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
         with models.autocast(model.device, c.dtype):
             episodes = rollout(model, tokenizer, envs, seeds, groups, sampling, env_name=c.env, progress=phase)
+        log.errors(step, episodes)
+        played, failed = faults.split(episodes)
+        if len(failed) > c.max_faults * len(seeds):
+            if step > done + 1:
+                keep_step(step - 1)  # what was learned so far
+            raise faults.TooManyFaults(failed, len(seeds), c.max_faults)
+        episodes, group = [episodes[i] for i in played], [groups[i] for i in played]
+        line["rollout/faults"] = len(failed)
         line["time/rollout"] = time.perf_counter() - start
         line.update(metrics.rollout_metrics(episodes, c.env))
 
@@ -333,11 +356,11 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
         rewards = torch.tensor([e.reward for e in episodes], device=model.device)  # [B]
         found = group_advantages(
-            rewards, torch.tensor(groups, device=model.device), scale="std", filter=c.filter, filter_value=c.filter_value,
+            rewards, torch.tensor(group, device=model.device), scale="std", filter=c.filter, filter_value=c.filter_value,
             filter_mode=c.filter_mode, filter_metric=c.filter_metric, include_zero=c.filter_include_zero or c.filter == "none", num_groups=c.groups,
         )  # fmt: skip
         keep = found.keep.tolist()
-        kept_rows = torch.tensor([i for i, e in enumerate(episodes) if keep[groups[i]] and e.num_tokens], dtype=torch.long)
+        kept_rows = torch.tensor([i for i, e in enumerate(episodes) if keep[group[i]] and e.num_tokens], dtype=torch.long)
         line["rollout/in_group_reward_std"] = found.std.mean().item()
         line["rollout/zero_variance_ratio"] = (found.score == 0).float().mean().item()
         line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
@@ -373,12 +396,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
             line[f"early_stopped/{early[0]}"] = 1.0
         last = step == c.steps or early or stop.asked
         log.step(line)
-        log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in groups])
+        log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in group])
         say(metrics.console_line(line))
         if last or (c.save_every and step % c.save_every == 0):
-            phase("save")
-            state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
-            saved = checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
+            saved = keep_step(step)
         bar.update()
         if last:
             break
@@ -455,11 +476,15 @@ def main(argv=None):
         check(c)
         out = out if saved else run_folder(c)  # before torch is imported: a bad folder shows at once
         from nanoragen import model as models
+        from nanoragen.faults import TooManyFaults
 
         model, tokenizer = models.load(str(saved or c.model), device=c.device)
     except ValueError as e:
         cli.fail("train.py", e)
-    run(c, model, tokenizer, out, saved)
+    try:
+        run(c, model, tokenizer, out, saved)
+    except (TooManyFaults, FloatingPointError) as e:
+        cli.fail("train.py", e)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ class Log:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         self._metrics, self._rollouts = Lines(self.folder / "metrics.jsonl"), Lines(self.folder / "rollouts.jsonl")
+        self._errors = Lines(self.folder / "errors.jsonl")
         self.trackers = [_start(name, self.folder, config) for name in names]
 
     def step(self, metrics: dict):
@@ -85,6 +86,12 @@ class Log:
         rows = zip(episodes, advantages, kept)
         self._rollouts.write([{"step": step, **episode_record(e, advantage=a, kept=bool(k))} for e, a, k in rows])
 
+    def errors(self, step: int, episodes):
+        """One line of errors.jsonl for each episode whose environment failed."""
+        failed = [e for e in episodes if e.error]
+        if failed:
+            self._errors.write([{"step": step, **episode_record(e), "error": e.error} for e in failed])
+
     def close(self):
         for _, finish in self.trackers:
             finish()
@@ -96,7 +103,7 @@ def rewind(folder, step: int) -> list[dict]:
     Returns the lines of metrics.jsonl that stay.
     """
     history = []
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "errors.jsonl"):
         path, position, end = Path(folder) / name, 0, 0
         if not path.is_file():
             continue
@@ -217,6 +224,8 @@ def console_line(m: dict) -> str:
     add("tokens_per_second", lambda v: f"{v:,.0f} tokens/s")
     add("regime", str)
     add("eval/" + success, lambda v: f"held-out success {v:.1%}")
+    if m.get("rollout/faults"):
+        parts.append(f"{m['rollout/faults']} episodes lost to environment errors (errors.jsonl)")
     if m.get("skipped"):
         parts.append("no update: every group was filtered out")
     if m.get("nonfinite_updates"):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanoragen.chat import Chat, parse_reply, reasoning_span
+from nanoragen.faults import containing, time_limit
 
 UNREADABLE = "That reply could not be read. Reply with <think>...</think><answer>...</answer>.\n"
 
@@ -42,7 +43,7 @@ class Turn:
 
 @dataclass
 class Episode:
-    """ids: prompt, replies, observations; mask: 1 on the sampled ids. truncated: "" | "turns" | "context" | "env"."""
+    """ids: prompt, replies, observations; mask: 1 on the sampled ids. truncated: "" | "turns" | "context" | "env" | "error"."""
 
     env: str
     seed: int
@@ -55,6 +56,7 @@ class Episode:
     success: bool = False
     instruction: str = ""
     observation: str = ""  # the first one
+    error: str = ""  # the traceback, where the environment failed
 
     @property
     def reward(self) -> float:
@@ -88,6 +90,8 @@ class Sampling:
     format_penalty: float = -0.1  # reward of a reply that does not parse
     rollout_batch: int | None = None  # episodes generated at a time, None = all
     keep_cache: bool = True  # False: the plain path
+    contain_faults: bool = False  # True: an environment that fails ends its episode with `error`; False: it raises
+    env_timeout: float | None = None  # seconds of one reset, or of the actions of one reply
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -104,7 +108,8 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
     envs, seeds, groups: one each an episode; an environment is reset here with its seed. Episodes of a group with the
     same seed must get the same prompt (ValueError if not). progress: called with a line of text before each turn.
     Uses torch's global random numbers. A reward that is no finite number is a ValueError naming environment and seed,
-    logits that are NaN a FloatingPointError naming the turn. Score the ids in the precision (autocast) of this call.
+    and with `contain_faults` this and whatever else an environment raises ends its episode alone (it may have no ids).
+    Logits that are NaN are a FloatingPointError naming the turn. Score the ids in the precision (autocast) of this call.
 
     A reply that does not parse earns `format_penalty` and the environment does not move. An episode ends as
     `terminated` by its environment, or as `truncated`: out of turns (then the last turn is also charged env.step_reward
@@ -117,7 +122,7 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
     tables = [_Table(env, env_name, seed, group, chat, sampling) for env, seed, group in zip(envs, seeds, groups)]
     prompts = {}
     for t in tables:
-        if prompts.setdefault((t.episode.group, t.episode.seed), t.episode.ids) != t.episode.ids:
+        if not t.over and prompts.setdefault((t.episode.group, t.episode.seed), t.episode.ids) != t.episode.ids:
             raise ValueError(f"env: {t.name} gave two different first observations; valid: reset(seed) alone decides")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = min(sampling.max_context or math.inf, positions or math.inf)
@@ -147,7 +152,7 @@ def _chunks(groups, size: int):
 
 def _play(tables, model, chat, sampling, limit, progress):
     """Play these episodes to their ends, all in step."""
-    tables = [t for t in tables if not t.out_of_context(len(t.episode.ids), limit)]
+    tables = [t for t in tables if not t.over and not t.out_of_context(len(t.episode.ids), limit)]
     keep = sampling.keep_cache and _can_keep_cache(model)
     contexts = (CachedContexts if keep else PlainContexts)(model, chat, sampling, [t.episode.ids for t in tables])
     turn = 0
@@ -178,12 +183,19 @@ class _Table:
         self.name = f"{env_name} (seed {seed})"
         self.max_turns = sampling.max_turns or env.max_turns
         self.max_actions = sampling.max_actions_per_turn or env.max_actions_per_turn
-        self.state, info = env.reset(seed=seed)  # the environment's text, without any remark of ours
-        self._check_text(self.state)
-        ids = chat.prompt(env.instruction, self.state)
-        self.episode = Episode(env_name, int(seed), int(group), ids, [0] * len(ids), instruction=env.instruction)
-        self.episode.observation = self.shown = self.state
-        self.episode.success = bool(info.get("success", False))
+        self.episode = Episode(env_name, int(seed), int(group), [], [], instruction=env.instruction)
+        with self._faults():
+            self.state, info = env.reset(seed=seed)  # the environment's text, without any remark of ours
+            self._check_text(self.state)
+            self.episode.ids = chat.prompt(env.instruction, self.state)
+            self.episode.mask = [0] * len(self.episode.ids)
+            self.episode.observation = self.shown = self.state
+            self.episode.success = bool(info.get("success", False))
+
+    def _faults(self):
+        """Where the environment's code runs."""
+        limit = self.sampling.env_timeout
+        return containing(self.episode, limit) if self.sampling.contain_faults else time_limit(limit)
 
     @property
     def over(self) -> bool:
@@ -225,21 +237,25 @@ class _Table:
 
     def _act(self, actions) -> tuple[list[str], float]:
         """Step the environment through the actions of one reply. Returns those executed and their summed reward."""
-        executed, total = [], 0.0
+        executed, rewards = [], []
+        with self._faults():
+            self._step(actions, executed, rewards)
+        return executed, sum(rewards)
+
+    def _step(self, actions, executed, rewards):
         for action in actions[: self.max_actions]:
             self.state, reward, terminated, truncated, info = self.env.step(action)
             self._check_text(self.state)
             if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
                 raise ValueError(f"env: {self.name} returned the reward {reward!r}; valid: a finite number")
             executed.append(action)
-            total += float(reward)
+            rewards.append(float(reward))
             self.episode.success = bool(info.get("success", False))
             self.episode.terminated = bool(terminated)
             if truncated and not terminated:
                 self.episode.truncated = "env"
             if self.over:
                 break
-        return executed, total
 
     def _check_text(self, observation):
         if not isinstance(observation, str):

@@ -10,6 +10,7 @@ import threading
 EARLY = ("variance", "filtered", "success")
 FIRST, LAST, LOW = 10, 10, 0.1  # in-group reward std: under 10% of the mean of the first 10 steps, for 10 steps running
 EMPTY = 5  # steps running whose every group was filtered out
+NONFINITE = 3  # steps running with an update that was not finite; cannot be switched off
 EVALUATIONS, HOPELESS = 5, 0.01  # evaluations running with a success under 1%
 
 
@@ -57,6 +58,11 @@ def early_stop(history: list[dict], env: str, names: str) -> tuple[str, str] | N
             )
     if "filtered" in wanted and len(history) >= EMPTY and all(line["skipped"] for line in history[-EMPTY:]):
         return "filtered", f"every group was filtered out in {EMPTY} steps running; nothing is being trained"
+    if len(history) >= NONFINITE and all(line.get("nonfinite_updates") for line in history[-NONFINITE:]):
+        return "nonfinite", (
+            f"loss or gradient was not finite in {NONFINITE} steps running; those updates were left out. Lower --lr or "
+            "--max_grad_norm, or try --dtype float32"
+        )
     found = [line[f"eval/{env}/success"] for line in history if line.get(f"eval/{env}/success") is not None]
     if "success" in wanted and len(found) >= EVALUATIONS and all(s < HOPELESS for s in found[-EVALUATIONS:]):
         return "success", f"held-out success under {HOPELESS:.0%} in {EVALUATIONS} evaluations running"

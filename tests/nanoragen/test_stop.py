@@ -42,6 +42,14 @@ def test_five_evaluations_under_one_percent():
     assert early_stop(history(success=[0.0] * 5), "sokoban", ALL) is None  # evaluations of another environment
 
 
+def test_three_steps_running_with_an_update_that_was_not_finite():
+    lines = history(std=[1.0] * 4)
+    for line, n in zip(lines, (4, 0, 1, 4)):
+        line["nonfinite_updates"] = n
+    assert early_stop(lines, "bandit", "none") is None
+    assert early_stop(lines + [{**lines[0]}], "bandit", "none")[0] == "nonfinite"
+
+
 def test_each_can_be_switched_off_and_a_wrong_name_is_named():
     assert early_stop(history(skipped=[1.0] * 9), "bandit", "variance,success") is None
     assert early_stop(history(skipped=[1.0] * 9, success=[0.0] * 9), "bandit", "none") is None

@@ -1,0 +1,135 @@
+"""Environments that raise, hang or return nonsense: the episode is lost and recorded, the others and the run go on."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import Ladder, byte_tokenizer, play, script, tiny_model
+
+from nanoragen.envs import registry
+from nanoragen.faults import TooManyFaults, time_limit
+from nanoragen.rollout import Sampling, rollout
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+import train  # noqa: E402
+
+
+def hang():
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        pass
+
+
+FAULTS = {
+    "raises": lambda: 1 / 0,
+    "nan reward": lambda: ("text", math.nan, False, False, {}),
+    "no text": lambda: (b"text", 0.0, False, False, {}),
+    "too few values": lambda: ("text", 0.0),
+    "no info": lambda: ("text", 0.0, False, False, None),
+    "hangs": hang,
+    "hangs without python code": lambda: time.sleep(30),
+}
+
+
+class Faulty(Ladder):
+    """Fails in its second step (or in reset) for seeds that are odd."""
+
+    fault, where = staticmethod(FAULTS["raises"]), "step"
+
+    def reset(self, *, seed=None, options=None):
+        found = super().reset(seed=seed)
+        return self.fault() if self.where == "reset" and seed % 2 else found
+
+    def step(self, action):
+        found = super().step(action)
+        return self.fault() if self.where == "step" and len(self.acted) == 2 and self.np_random_seed % 2 else found
+
+
+def rolled(fault, where="step", **more):
+    tokenizer = byte_tokenizer()
+    model = script(tiny_model(tokenizer), play(*["go</think><answer>up || up</answer>"] * 3, tokenizer=tokenizer))
+    envs = [Faulty() for _ in range(4)]
+    for env in envs:
+        env.fault, env.where = fault, where
+    settings = {"contain_faults": True, "env_timeout": 0.3, "max_tokens": 60, "keep_cache": False} | more
+    return rollout(model, tokenizer, envs, [0, 1, 2, 3], [0, 1, 2, 3], Sampling(**settings), env_name="faulty")
+
+
+@pytest.mark.parametrize("where", ["step", "reset"])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_costs_its_episode_and_no_other(fault, where):
+    start = time.monotonic()
+    episodes = rolled(fault, where)
+    assert time.monotonic() - start < 10
+    healthy = rolled(lambda: None, "nowhere")
+    for e, whole in zip(episodes, healthy):
+        if e.seed % 2:
+            assert e.truncated == "error" and "Traceback" in e.error and len(e.turns) == (where == "step")
+        else:
+            assert not e.error and e.ids == whole.ids and e.reward == whole.reward
+
+
+def test_without_containment_a_fault_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        rolled(FAULTS["raises"], contain_faults=False)
+    with pytest.raises(TimeoutError, match="env_timeout"):
+        rolled(FAULTS["hangs"], contain_faults=False)
+
+
+def test_the_time_limit_ends_code_that_catches_it_once_and_leaves_no_timer():
+    with pytest.raises(TimeoutError), time_limit(0.05):
+        try:
+            hang()
+        except Exception:
+            hang()
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)  # no signal comes late
+
+
+SMALL = ["--steps", "3", "--groups", "4", "--group_size", "2", "--max_turns", "2", "--max_tokens", "24", "--final_episodes", "4", "--env", "frozen_lake"]
+
+
+def faulty_training(monkeypatch, chance, out, *more):
+    """Train in frozen lakes whose step fails for that share of training seeds."""
+    make = registry.make
+
+    def fragile(name, **options):
+        env = make(name, **options)
+        step = env.step
+
+        def fail(action):
+            if env.np_random_seed >= 1_000_000 and env.np_random_seed % 100 < 100 * chance:  # training seeds
+                raise RuntimeError("the ice broke")
+            return step(action)
+
+        env.step = fail
+        return env
+
+    monkeypatch.setattr(registry, "make", fragile)
+    train.main([*SMALL, "--out", str(out), *more])
+
+
+def test_training_goes_on_without_the_lost_episodes(tmp_path, monkeypatch):
+    faulty_training(monkeypatch, 0.5, tmp_path, "--max_faults", "1")
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    errors = [json.loads(text) for text in (tmp_path / "errors.jsonl").read_text().splitlines()]
+    played = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert [line["step"] for line in lines] == [1, 2, 3] and 0 < len(errors) == sum(line["rollout/faults"] for line in lines)
+    assert len(errors) + len(played) == 3 * 8
+    assert all("the ice broke" in e["error"] and e["env"] == "frozen_lake" and e["seed"] % 100 < 50 for e in errors)
+
+
+def test_too_many_faults_end_the_run_in_one_line_and_what_was_learned_is_kept(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        faulty_training(monkeypatch, 1.0, tmp_path)
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 2 and "8 of 8 episodes failed" in message and "the ice broke" in message and "--max_faults" in message
+
+
+def test_the_message_names_a_seed_and_the_reason():
+    failed = rolled(FAULTS["raises"])[1:2]
+    assert "seed 1: ZeroDivisionError" in str(TooManyFaults(failed, 4, 0.1))
