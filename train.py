@@ -86,7 +86,7 @@ class Config:
     save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
     keep: int = flag(2, "checkpoints kept")
     early_stop: str = flag("variance,filtered,success", "which early stops are on (nanoragen/stop.py); none: no")
-    resume: str = flag("", "run folder to go on with, from its newest whole checkpoint, with its settings", "trainer.resume_from_path")
+    resume: str = flag("", "run folder to go on with: its settings, its newest whole checkpoint", "trainer.resume_from_path")
     seed: int = flag(0, "of everything random", "seed")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU")
@@ -107,8 +107,8 @@ def check(c: Config):
     for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
-    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every", "final_episodes",
-                "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout"):  # fmt: skip
+    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every",
+                "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout"):  # fmt: skip
         if getattr(c, key) < 0:
             raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
     for key in ("lr", "temperature", "max_grad_norm", "clip_low", "clip_high"):

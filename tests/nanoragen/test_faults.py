@@ -90,7 +90,8 @@ def test_the_time_limit_ends_code_that_catches_it_once_and_leaves_no_timer():
     time.sleep(0.1)  # no signal comes late
 
 
-SMALL = ["--steps", "3", "--groups", "4", "--group_size", "2", "--max_turns", "2", "--max_tokens", "24", "--final_episodes", "4", "--env", "frozen_lake"]
+SMALL = ["--steps", "3", "--groups", "4", "--group_size", "2", "--max_turns", "2", "--max_tokens", "24",
+         "--final_episodes", "4", "--env", "frozen_lake"]  # fmt: skip
 
 
 def faulty_training(monkeypatch, chance, out, *more):
