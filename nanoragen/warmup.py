@@ -1,6 +1,6 @@
 """How the bundled model was made, runnable: `python -m nanoragen.warmup --out my-nano --steps 3000`.
 
-A tiny Qwen2 decoder and its byte-level BPE, trained from nothing on demonstrations of the bundled environments. What
+A tiny Llama decoder and its byte-level BPE, trained from nothing on demonstrations of the bundled environments. What
 reinforcement learning needs from such a start, and where it comes from:
 
 - **Room to improve, and variance inside a group.** A demonstrator has a solver, but it errs: with `plan_noise` a turn's
@@ -206,26 +206,30 @@ def train_tokenizer(texts, vocab_size: int):
 
 
 def new_model(tokenizer, hidden: int, layers: int):
-    """A Qwen2 decoder of about 12 * layers * hidden^2 parameters."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """A Llama decoder with attention biases, of about 12 * layers * hidden^2 parameters.
 
-    end = tokenizer.eos_token_id
-    return Qwen2ForCausalLM(
-        Qwen2Config(
+    Llama, because there AutoTokenizer reads tokenizer.json as it is. For model_type qwen2 it puts Qwen2's own splitting
+    rule in its place (transformers 5.24), so " 1" is two tokens after loading and one in training, without a word.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=hidden,
             intermediate_size=3 * hidden,
             num_hidden_layers=layers,
             num_attention_heads=hidden // 32,
             num_key_value_heads=hidden // 64,
+            attention_bias=True,
             max_position_embeddings=2048,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
             tie_word_embeddings=True,
             initializer_range=0.02,
             bos_token_id=None,
-            eos_token_id=end,
+            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        )
     )
 
 
