@@ -56,11 +56,20 @@ def take(rows, t):
     return rows[0].index_select(0, t) if n0 == 1 else rows[t // n1, t % n1]
 
 
+def put(rows, t, values):
+    """The opposite of take."""
+    n0, n1, _ = rows.shape
+    if n0 == 1:
+        rows[0][t] = values
+    else:
+        rows[t // n1, t % n1] = values
+
+
 class LogprobEntropy(torch.autograd.Function):
     """logits [..., V], targets [...] -> logprob [...], entropy [...]. The backward pass recomputes p from the logits."""
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature, ignore_index):
+    def forward(ctx, logits, targets, temperature, ignore_index, inplace=False):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         rows, targets = as_rows(logits), targets.reshape(-1).long()
         V = rows.shape[2]
@@ -78,7 +87,7 @@ class LogprobEntropy(torch.autograd.Function):
             top[t], log_s[t] = m, s.log()
             logprob[t], entropy[t] = target - log_s[t], log_s[t] - w / s
         ctx.save_for_backward(logits, targets, entropy, top, log_s)
-        ctx.temperature, ctx.ignore_index = temperature, ignore_index
+        ctx.temperature, ctx.ignore_index, ctx.inplace = temperature, ignore_index, inplace
         return logprob.view(logits.shape[:-1]), entropy.view(logits.shape[:-1])
 
     @staticmethod
@@ -88,8 +97,10 @@ class LogprobEntropy(torch.autograd.Function):
         rows, g, h = as_rows(logits), grad_logprob.reshape(-1, 1), grad_entropy.reshape(-1, 1)
         V = rows.shape[2]
         entropy = entropy.reshape(-1, 1)
-        grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        out = grad.view(-1, V)
+        grad = logits.detach() if ctx.inplace else torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        out = as_rows(grad)
+        if ctx.inplace:
+            put(out, (targets == ctx.ignore_index).nonzero()[:, 0], 0.0)
         live = (targets != ctx.ignore_index).nonzero()[:, 0]
         for t in live.split(max(1, chunk(logits) // V)):
             y = take(rows, t).to(top.dtype).sub_(top[t, None]).div_(ctx.temperature).sub_(log_s[t, None])  # log p
@@ -97,13 +108,13 @@ class LogprobEntropy(torch.autograd.Function):
             # d logprob / dx = [x is target] - p;  d H / dx = -p (log p + H)
             y.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
             y.scatter_add_(1, targets[t, None], g[t].to(y.dtype))
-            out[t] = y.div_(ctx.temperature).to(grad.dtype)
-        return grad, None, None, None
+            put(out, t, y.div_(ctx.temperature).to(grad.dtype))
+        return grad, None, None, None, None
 
 
-def logprob_entropy(logits, targets, temperature, ignore_index):
+def logprob_entropy(logits, targets, temperature, ignore_index, inplace=False):
     """Twin of logprob.logprob_entropy."""
-    return LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index))
+    return LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index), inplace)
 
 
 # -- the cross matrix --------------------------------------------------------------------------------------------------
