@@ -125,7 +125,7 @@ def compile_table() -> list[dict]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from nanoragen.kernels import advantage, cross, logprob
+    from nanoragen.kernels import advantage, cross, logprob, policy
 
     i, l, f, p = "i32", "i64", "fp32", "*fp32"
     row = {"ALIGNED": True, "TILE": 4096}
@@ -136,6 +136,7 @@ def compile_table() -> list[dict]:
         *(("logprob backward" + ", in place" * inplace, logprob._backward,
            ["*bf16", "*i64", p, p, p, p, p, "*bf16", i, l, l, i, i, f, f],
            {"ALIGNED": True, "ALIGNED_OUT": True, "TILE": 4096, "INPLACE": inplace}, (0, 1, 7), 8) for inplace in (False, True)),
+        ("policy forward", policy._forward, ["*bf16", "*i64"] + 12 * [p] + [i, l, l, i, i] + 5 * [f], {"KIND": "k3", **row}, (0, 1), 8),
         ("cross, tokens", cross._token, ["*bf16", "*bf16", "*i64", p, i, i, i, f], cross.BLOCKS16, (0, 1, 2, 3, 5, 6), 8),
         ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
         ("advantage", advantage._group_advantages, [p, "*i64", p, "*i1", p, p, p, "*fp64", i, i, i], chosen, (0, 1, 2, 7), 8),

@@ -189,3 +189,38 @@ def group_advantages(rewards, group_ids, G, scale, ddof, eps, rule, value, k, so
         advantage = advantage / (std + eps)[ids]
     advantage = torch.where((keep & ~equal)[ids], advantage, 0.0)
     return GroupAdvantages(advantage.to(out), keep, score, mean.to(out), std.to(out))
+
+
+# -- the policy loss ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PolicyStats:
+    logprob: torch.Tensor  # [...] log p(target)
+    entropy: torch.Tensor  # [...] of the whole distribution, nats
+    clipped: torch.Tensor  # [...] 1 where the clip has taken the gradient away, else 0
+    kl: torch.Tensor  # [...] estimate of KL(policy || reference), 0 without a reference
+
+
+def policy_loss(
+    logits, targets, old, advantages, weights, ref, low, high, beta, kl, entropy_coef, temperature, ignore_index, inplace
+):  # fmt: skip
+    """Twin of policy.policy_loss. Autograd does the [T] part; the logits are read and written by LogprobEntropy."""
+    logprob, entropy = logprob_entropy(logits, targets, temperature, ignore_index, inplace)
+    live = targets != ignore_index
+    weights = torch.where(live, weights.detach(), 0.0)
+    A = torch.where(weights == 0, 0.0, advantages.detach())
+    log_ratio = torch.where(live, logprob - (logprob if old is None else old).detach(), 0.0)
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        clipped = (A > 0) & (ratio > high) | (A < 0) & (ratio < low)
+    # where the clip is active, or A is 0, neither the ratio nor its gradient is formed: it may overflow
+    policy = -A * torch.where(clipped, ratio.clamp(low, high), torch.where(clipped | (A == 0), 0.0, log_ratio).exp())
+    loss = policy - entropy_coef * entropy
+    estimate = torch.zeros_like(logprob)
+    if ref is not None:
+        d = torch.where(live, ref.detach() - logprob, 0.0).clamp(-20, 20)  # a factor of 5e8: exp cannot overflow
+        estimate = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kl]
+        loss = loss + beta * estimate
+    stats = PolicyStats(*(t.detach() for t in (logprob, entropy, clipped.to(logprob.dtype), estimate)))
+    return (weights * loss).sum(), stats

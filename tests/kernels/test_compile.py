@@ -22,5 +22,5 @@ def test_nothing_spills(table):
 
 
 def test_full_tiles_load_128_bits(table):
-    wide = [r["load_bits"] for r in table if r["kernel"].startswith("logprob") and r["target"].startswith("sm_")]
+    wide = [r["load_bits"] for r in table if r["kernel"].startswith(("logprob", "policy")) and r["target"].startswith("sm_")]
     assert wide and set(wide) == {128}
