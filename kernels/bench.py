@@ -139,6 +139,8 @@ def compile_table() -> list[dict]:
         ("policy forward", policy._forward, ["*bf16", "*i64"] + 12 * [p] + [i, l, l, i, i] + 5 * [f], {"KIND": "k3", **row}, (0, 1), 8),
         ("cross, tokens", cross._token, ["*bf16", "*bf16", "*i64", p, i, i, i, f], cross.BLOCKS16, (0, 1, 2, 3, 5, 6), 8),
         ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
+        ("cross, statistics", cross._row_statistics, [p, "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i32", i],
+         {"TIE": cross.TIE, "BLOCK": 128}, (0, 1, 2), 1),
         ("advantage", advantage._group_advantages, [p, "*i64", p, "*i1", p, p, p, "*fp64", i, i, i], chosen, (0, 1, 2, 7), 8),
     ]  # fmt: skip
     rows = []

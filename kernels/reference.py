@@ -224,3 +224,25 @@ def policy_loss(
         loss = loss + beta * estimate
     stats = PolicyStats(*(t.detach() for t in (logprob, entropy, clipped.to(logprob.dtype), estimate)))
     return (weights * loss).sum(), stats
+
+
+# -- statistics of the cross matrix ------------------------------------------------------------------------------------
+
+
+@dataclass
+class CrossStatistics:
+    matched: torch.Tensor  # [M] float64, log p(z_i | its own prompt)
+    marginal: torch.Tensor  # [M] float64, log p_mix(z_i)
+    above: torch.Tensor  # [M] int32, prompts that score higher than the own one
+    tied: torch.Tensor  # [M] int32, prompts that score the same, the own one among them
+
+
+def cross_statistics(sums, own, weights, tie):
+    """Twin of cross.cross_statistics."""
+    L = sums.double()
+    matched = L.gather(1, own[:, None])
+    near = tie * matched.abs().clamp(min=1.0)
+    # a column of weight 0 is no part of the mixture, not even where L is NaN or inf there
+    marginal = torch.where(weights > 0, L + weights.double().log(), -torch.inf).logsumexp(1)
+    above, tied = (L - matched > near).sum(1), ((L - matched).abs() <= near).sum(1)
+    return CrossStatistics(matched[:, 0], marginal, above.int(), tied.int())
