@@ -23,6 +23,7 @@ class GroupAdvantages:
     score: torch.Tensor  # [G], what the filter ranks by: in-group std, or variance
     mean: torch.Tensor  # [G]
     std: torch.Tensor  # [G], 0 exactly where all rewards are equal
+    tokens: torch.Tensor | None = None  # [P], the advantage of each packed token, where token_rows were given
 
 
 def chunk(tensor) -> int:
