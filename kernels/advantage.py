@@ -109,7 +109,7 @@ def _group_row(ids, start, B, g, BLOCK_B: tl.constexpr):
 
 
 # The filter's settings are constants because a run has one set of them (and because a float argument is only 32 bits wide).
-@jit(do_not_specialize=["B", "G", "k"])
+@jit(do_not_specialize=["B", "G", "k"], do_not_specialize_on_alignment=["R", "IDS"])
 def _group_advantages(
     R, IDS, ADVANTAGE, KEEP, SCORE, MEAN, STD, SCRATCH, B, G, k, VALUE: tl.constexpr, SELECTION_EPS: tl.constexpr,
     EPS: tl.constexpr, SCALE: tl.constexpr, DDOF: tl.constexpr, RULE: tl.constexpr, SOFTMAX: tl.constexpr,

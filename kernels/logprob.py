@@ -32,7 +32,12 @@ from nanoragen.kernels.dispatch import jit, tl, triton, use_triton
 
 LOG2E = 1.4426950408889634
 TILE = 4096  # logits of a row in flight
-SIZES = ("n1", "stride0", "stride1", "V", "ignore_index")  # nothing is compiled for a particular value of these
+# What nothing is compiled for: the value of a size or stride, and whether an array of one number a row starts on 16 bytes
+# (a slice of one often does not). That of the logits counts.
+ANY = {
+    "do_not_specialize": ["n1", "stride0", "stride1", "V", "ignore_index"],
+    "do_not_specialize_on_alignment": ["Y", "LOGPROB", "ENTROPY", "TOP", "LOG2_S", "G", "H"],
+}
 
 
 def logprob_entropy(logits, targets, *, temperature=1.0, ignore_index=-100, inplace=False, backend="auto"):
@@ -185,7 +190,7 @@ def _softmax(x_row, y, V, scale2, TILE: tl.constexpr):
     return logprob, entropy, m, log2_s
 
 
-@jit(do_not_specialize=SIZES)
+@jit(**ANY)
 def _forward(
     X, Y, LOGPROB, ENTROPY, TOP, LOG2_S, n1, stride0: tl.int64, stride1: tl.int64, V, ignore_index, scale2,
     ALIGNED: tl.constexpr, TILE: tl.constexpr,
@@ -214,7 +219,7 @@ def _gradient(x, columns, y, m, log2_s, entropy, g, h, scale2, inv_temperature):
     return (tl.where(columns == y, g, 0.0) - tl.exp2(log2_p) * (g + h * (log_p + entropy))) * inv_temperature
 
 
-@jit(do_not_specialize=SIZES)
+@jit(**ANY)
 def _backward(
     X, Y, ENTROPY, TOP, LOG2_S, G, H, GRAD, n1, stride0: tl.int64, stride1: tl.int64, V, ignore_index, scale2, inv_temperature,
     ALIGNED: tl.constexpr, ALIGNED_OUT: tl.constexpr, TILE: tl.constexpr, INPLACE: tl.constexpr = False,

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from nanoragen.kernels import reference
 from nanoragen.kernels.dispatch import jit, tl, use_triton
-from nanoragen.kernels.logprob import LOG2E, SIZES, _aligned, _softmax, _start, _tile, check_logits, gradient
+from nanoragen.kernels.logprob import ANY, LOG2E, _aligned, _softmax, _start, _tile, check_logits, gradient
 from nanoragen.kernels.reference import PolicyStats
 
 
@@ -133,7 +133,10 @@ def _token(logprob, old, ref, advantage, low, high, KIND: tl.constexpr, HAS_REF:
     return policy, slope, clipped, kl, kl_slope
 
 
-@jit(do_not_specialize=SIZES)
+ROWS = ["OLD", "ADVANTAGE", "WEIGHT", "REF", "LOSS", "CLIPPED", "KL"]  # one number a row, as in ANY
+
+
+@jit(**ANY | {"do_not_specialize_on_alignment": ANY["do_not_specialize_on_alignment"] + ROWS})
 def _forward(
     X, Y, OLD, ADVANTAGE, WEIGHT, REF, LOSS, LOGPROB, ENTROPY, CLIPPED, KL, TOP, LOG2_S, G, n1, stride0: tl.int64, stride1: tl.int64,
     V, ignore_index, scale2, low, high, beta, entropy_coef, KIND: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
