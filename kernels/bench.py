@@ -203,8 +203,7 @@ def cases(device, quick):
     torch.manual_seed(0)
     cuda = device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    eager, compiled = {"torch": plain}, {"torch": plain, "torch.compile": torch.compile(plain)}
-    others = compiled | peers(device)
+    others = {"torch": plain, "torch.compile": torch.compile(plain)} | peers(device)
     step_ways = {"torch": plain_policy, "torch.compile": torch.compile(plain_policy)}
     inplace = lambda x, y: logprob_entropy(x, y, inplace=True)  # noqa: E731
     big = [(8192, 151_936), (65_536, 49_152), (1024, 262_144)]
@@ -250,7 +249,8 @@ def cases(device, quick):
         exact = plain_cross(*(t.double() if t.is_floating_point() else t for t in few))
         # linear_logprob_entropy: its Case goes here, with the same hidden, weight and targets
         yield Case("cross_logprob_matrix", (P, D, V), {
-            "ours": forward(cross_logprob_matrix, hidden, weight, targets, cu), "torch": forward(plain_cross, hidden, weight, targets, cu),
+            "ours": forward(cross_logprob_matrix, hidden, weight, targets, cu),
+            "torch": forward(plain_cross, hidden, weight, targets, cu),
             "the product alone": forward(lambda h, w: h @ w.T, hidden, weight),
         }, flops=2 * P * D * V, error=difference([cross_logprob_matrix(*few)], [exact]))  # fmt: skip
 
@@ -276,9 +276,10 @@ HEADER = "| kernel | shape | way | p20 / p50 / p80 ms | rate | of machine | extr
 
 def line(r) -> str:
     extra = "" if r["extra_bytes"] is None else f"{r['extra_bytes'] / 1e6:.0f}"
+    error = "" if r["error"] is None else f"{r['error']:.1e}"
     return (
-        f"| {r['kernel']} | {r['shape']} | {r['way']} | {r['p20_ms']:.3f} / {r['p50_ms']:.3f} / {r['p80_ms']:.3f} | {r['rate']:.3g} "
-        f"{r['unit']} | {r['of_machine']:.0%} | {extra} | {'' if r['error'] is None else format(r['error'], '.1e')} |"
+        f"| {r['kernel']} | {r['shape']} | {r['way']} | {r['p20_ms']:.3f} / {r['p50_ms']:.3f} / {r['p80_ms']:.3f} "
+        f"| {r['rate']:.3g} {r['unit']} | {r['of_machine']:.0%} | {extra} | {error} |"
     )
 
 
@@ -305,14 +306,17 @@ def picture(title, rows) -> str:
     )
 
 
+def machine(device) -> dict[str, float]:
+    """Bytes and operations a second of a plain copy and a plain matrix product, in the better runs."""
+    size, n, dtype = (2**28, 8192, torch.bfloat16) if device == "cuda" else (2**24, 1024, torch.float32)
+    a, b, square = torch.randn(size, device=device), torch.empty(size, device=device), torch.randn(n, n, device=device, dtype=dtype)
+    best = measure({"copy": forward(b.copy_, a), "product": forward(torch.mm, square, square)}, device, 20)
+    return {"GB/s": 2 * 4 * size / best["copy"][0], "TFLOP/s": 2 * n**3 / best["product"][0]}
+
+
 def bench(quick: bool, out: Path | None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cuda, runs = device == "cuda", 5 if quick else 20
-    a, n = torch.randn(2**28 if cuda else 2**24, device=device), 8192 if cuda else 1024
-    b, square = torch.empty_like(a), torch.randn(n, n, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
-    best = measure({"copy": lambda: lambda: b.copy_(a), "product": lambda: lambda: square @ square}, device, 20)
-    rates = {"GB/s": 8 * len(a) / best["copy"][0], "TFLOP/s": 2 * n**3 / best["product"][0]}  # in its better runs
-    del a, b, square
+    cuda, runs, rates = device == "cuda", 5 if quick else 20, machine(device)
     name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     title = (
         f"{name}, torch {torch.__version__}, {datetime.date.today()}: copy {rates['GB/s'] / 1e9:.3g} GB/s, "
@@ -354,7 +358,8 @@ def compile_table() -> list[dict]:
         *(("logprob backward" + ", in place" * inplace, logprob._backward,
            ["*bf16", "*i64", p, p, p, p, p, "*bf16", i, l, l, i, i, f, f],
            {"ALIGNED": True, "ALIGNED_OUT": True, "TILE": 4096, "INPLACE": inplace}, (0, 7), 8) for inplace in (False, True)),
-        ("policy forward", policy._forward, ["*bf16", "*i64"] + 12 * [p] + [i, l, l, i, i] + 5 * [f], {"KIND": "k3", **row}, (0,), 8),
+        ("policy forward", policy._forward, ["*bf16", "*i64"] + 12 * [p] + [i, l, l, i, i] + 5 * [f],
+         {"KIND": "k3", **row}, (0,), 8),
         ("cross, tokens", cross._token, ["*bf16", "*bf16", "*i64", p, i, i, i, f], cross.BLOCKS16, (0, 1, 2, 3, 5, 6), 8),
         ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
         ("cross, statistics", cross._row_statistics, [p, "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i32", i],

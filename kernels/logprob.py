@@ -119,8 +119,8 @@ def gradient(logits, targets, entropy, top, log2_s, g, h, temperature, ignore_in
     if T:
         tile, warps = _tile(V)
         _backward[(T,)](  # the upstream gradients may be expanded scalars; a copy of [T] numbers makes them plain
-            rows, targets, entropy, top, log2_s, g.contiguous(), h.contiguous(), grad, rows.shape[1], rows.stride(0), rows.stride(1),
-            V, ignore_index, LOG2E / temperature, 1 / temperature, ALIGNED=_aligned(rows),
+            rows, targets, entropy, top, log2_s, g.contiguous(), h.contiguous(), grad, rows.shape[1], rows.stride(0),
+            rows.stride(1), V, ignore_index, LOG2E / temperature, 1 / temperature, ALIGNED=_aligned(rows),
             ALIGNED_OUT=_aligned(reference.as_rows(grad)), TILE=tile, INPLACE=inplace, num_warps=warps,
         )  # fmt: skip
     return grad

@@ -76,7 +76,9 @@ def policy_loss(
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, old, advantages, weights, ref, low, high, beta, kl, entropy_coef, temperature, ignore_index, inplace):  # fmt: skip
+    def forward(
+        ctx, logits, targets, old, advantages, weights, ref, low, high, beta, kl, entropy_coef, temperature, ignore_index, inplace
+    ):  # fmt: skip
         rows = reference.as_rows(logits)  # [n0, n1, V]
         targets = targets.reshape(-1).contiguous()
         old, advantages, weights, ref = (
@@ -138,8 +140,9 @@ ROWS = ["OLD", "ADVANTAGE", "WEIGHT", "REF", "LOSS", "CLIPPED", "KL"]  # one num
 
 @jit(**ANY | {"do_not_specialize_on_alignment": ANY["do_not_specialize_on_alignment"] + ROWS})
 def _forward(
-    X, Y, OLD, ADVANTAGE, WEIGHT, REF, LOSS, LOGPROB, ENTROPY, CLIPPED, KL, TOP, LOG2_S, G, n1, stride0: tl.int64, stride1: tl.int64,
-    V, ignore_index, scale2, low, high, beta, entropy_coef, KIND: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    X, Y, OLD, ADVANTAGE, WEIGHT, REF, LOSS, LOGPROB, ENTROPY, CLIPPED, KL, TOP, LOG2_S, G, n1, stride0: tl.int64,
+    stride1: tl.int64, V, ignore_index, scale2, low, high, beta, entropy_coef, KIND: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     y = tl.load(Y + row)
