@@ -1,0 +1,144 @@
+"""A run's folder read back: its settings, its log, and as much of its episodes and cross matrices as one wants to look at.
+
+The log of a run that was killed, is still being written, or went through a full disk has torn lines, missing keys and nulls.
+None of that is an error here: what cannot be read is left out and counted. `read` goes on from where it stopped, so that a
+running trainer pays for the new lines only; of the large files it keeps the places of the lines, not the lines.
+"""
+
+import json
+import math
+import re
+import unicodedata
+from pathlib import Path
+
+STEP = re.compile(rb'\s*\{"step": ?(\d{1,9}),')  # what a trainer's line starts with: no need to parse the rest
+FILES = ("metrics.jsonl", "cross.jsonl", "rollouts.jsonl")
+BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
+
+
+def number(x) -> float | int | None:
+    """x if it is a finite number that can be drawn, else None."""
+    ok = isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and abs(x) < 1e15
+    return x if ok else None
+
+
+def visible(text) -> str:
+    """Any text as one sees it: control characters, bidirectional ones and lone surrogates by their code points."""
+    hidden = lambda c: c in BIDI or c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cs")  # noqa: E731
+    return "".join(f"\u27e8U+{ord(c):04X}\u27e9" if hidden(c) else c for c in str(text))
+
+
+def spread(items, n: int) -> list:
+    """The first, the last and evenly chosen ones between: at most n (2 or more) of the items, in order."""
+    items = list(items)
+    if len(items) <= n:
+        return items
+    return [items[round(i * (len(items) - 1) / (n - 1))] for i in range(n)]
+
+
+def parse(line: bytes):
+    """The JSON object of a line, or None."""
+    try:
+        found = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def step_of(record) -> int | None:
+    step = number(record.get("step")) if record else None
+    return int(step) if step is not None and step >= 0 else None
+
+
+class Run:
+    """What is known of the run in `folder`. steps: {step: its metrics}; a step that was logged twice counts as it was last."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.name = visible(self.folder.resolve().name)
+        self._tokenizer = None, None  # path, what it holds
+        self._forget()
+
+    def _forget(self):
+        self.config, self.steps, self.unreadable, self.torn = {}, {}, dict.fromkeys(FILES, 0), set()
+        self._at = dict.fromkeys(FILES, 0)
+        self._places = {name: {} for name in FILES[1:]}  # file -> step -> {offset: bytes}
+
+    def read(self) -> "Run":
+        """Take in what is new. Returns itself."""
+        sizes = {name: (self.folder / name).stat().st_size if (self.folder / name).is_file() else 0 for name in FILES}
+        if any(sizes[name] < self._at[name] for name in FILES):
+            self._forget()  # a file is shorter than it was: another run's, or one that was cut back
+        self.torn = set()
+        path = self.folder / "config.json"
+        self.config = (parse(path.read_bytes()) if path.is_file() else None) or {}
+        for name in FILES:
+            for at, line in self._new_lines(name):
+                self._take(name, at, line)
+        return self
+
+    def _new_lines(self, name):
+        """(offset, line) of what was added; a last line without its end comes too, and again when there is more of it."""
+        if not (self.folder / name).is_file():
+            return
+        with open(self.folder / name, "rb") as file:
+            file.seek(self._at[name])
+            for line in file:
+                at = self._at[name]
+                if line.endswith(b"\n"):
+                    self._at[name] += len(line)
+                if line.strip():
+                    yield at, line
+
+    def _take(self, name, at, line):
+        start = STEP.match(line) if name != "metrics.jsonl" and line.endswith(b"\n") else None
+        record = None if start else parse(line)
+        step = int(start[1]) if start else step_of(record)
+        if step is None:
+            if line.endswith(b"\n"):
+                self.unreadable[name] += 1
+            else:
+                self.torn.add(name)
+        elif name == "metrics.jsonl":
+            self.steps[step] = {k: bool(v) if k.startswith("early_stopped/") else number(v) for k, v in record.items()}
+        else:
+            self._places[name].setdefault(step, {})[at] = len(line)
+
+    def history(self) -> list[dict]:
+        """The steps' metrics in order; values are finite numbers (early stops: bool), or None for all else."""
+        return [self.steps[s] for s in sorted(self.steps)]
+
+    def series(self, key) -> tuple[list, list]:
+        """(steps, values) of the steps that have the key; None where the value is no finite number."""
+        found = [(s, number(m[key])) for s, m in sorted(self.steps.items()) if key in m]
+        return [s for s, _ in found], [v for _, v in found]
+
+    def values(self, key) -> list:
+        return [v for v in self.series(key)[1] if v is not None]
+
+    def has(self, name) -> list[int]:
+        """Steps of which cross.jsonl or rollouts.jsonl has lines."""
+        return sorted(self._places[name])
+
+    def records(self, name, step):
+        """The parsed lines of a step, one after the other; unreadable ones are left out."""
+        with open(self.folder / name, "rb") as file:
+            for at, size in sorted(self._places[name][step].items()):
+                file.seek(at)
+                record = parse(file.read(size))
+                if record:
+                    yield record
+
+    def count(self, step) -> int:
+        return len(self._places["rollouts.jsonl"].get(step, ()))
+
+    def tokenizer(self):
+        """The `tokenizers` one of the newest checkpoint, or None."""
+        found = sorted(self.folder.glob("step_*/tokenizer.json"))
+        if not found:
+            return None
+        from tokenizers import Tokenizer
+
+        if self._tokenizer[0] != found[-1]:
+            self._tokenizer = found[-1], Tokenizer.from_file(str(found[-1]))
+        return self._tokenizer[1]
