@@ -240,7 +240,7 @@ def run(c: Config, model, tokenizer, out: Path):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import checkpoint, collapse, metrics
+    from nanoragen import checkpoint, collapse, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch, micro_batches
     from nanoragen.envs.base import eval_seeds, train_seeds
@@ -262,6 +262,7 @@ def run(c: Config, model, tokenizer, out: Path):
         format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
     )  # fmt: skip
     log = metrics.Log(out, asdict(c), trackers=c.log)
+    cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
     bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1)
     say, phase = bar.write, lambda text: bar.set_description_str(text)
@@ -281,7 +282,7 @@ def run(c: Config, model, tokenizer, out: Path):
     history, first, regime, ema = [], None, "", collapse.Ema()
     for step in range(1, c.steps + 1):
         start = time.perf_counter()
-        line = {"step": step}
+        line = {"step": step, **(scores(f"eval/before/{c.env}", before) if step == 1 else {})}
 
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
@@ -301,6 +302,7 @@ def run(c: Config, model, tokenizer, out: Path):
                 here = found["conditional_entropy_est"], found["mi_seq_estimate"]
                 first = first or here  # the regime is judged against the run's first measurement
                 line["regime"], regime = collapse.regime(*here, *first), collapse.regime_sentence(*here, *first)
+                cross.write([report.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
         # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
@@ -337,9 +339,9 @@ def run(c: Config, model, tokenizer, out: Path):
         # 6. evaluation on held-out seeds, log, checkpoint
         if step == c.steps:
             after = held_out(many, "after")
-            line[f"eval/{c.env}/success"] = after["success"]
+            line.update(scores(f"eval/{c.env}", after))
         elif c.eval_every and step % c.eval_every == 0:
-            line[f"eval/{c.env}/success"] = held_out(few, "held out")["success"]
+            line.update(scores(f"eval/{c.env}", held_out(few, "held out")))
         log.step(line)
         log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in groups])
         history.append(line)
@@ -348,14 +350,16 @@ def run(c: Config, model, tokenizer, out: Path):
             phase("save")
             state = {"step": step, "config": asdict(c), "first_regime": first, "ema": ema.state_dict()}
             saved = checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
+        page.refresh()  # written when that is cheap: under 1% of the time
         bar.update()
     bar.close()
     log.close()
+    page.write()
 
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {c.steps} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
-    print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
+    print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
     print(f"evaluate  python eval.py --model {saved} --env {c.env}" + (f" --env_options {c.env_options}" if c.env_options else ""))
     return line
 
@@ -369,6 +373,11 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
 
 def interval(result: dict) -> str:
     return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
+
+
+def scores(prefix: str, result: dict) -> dict:
+    """What of an evaluation goes into the log."""
+    return {f"{prefix}/{k}": result[k] for k in ("success", "success_low", "success_high", "episodes")}
 
 
 def run_folder(c: Config) -> Path:

@@ -136,7 +136,7 @@ def success_chart(views):
 def reward_chart(views):
     def series(v):
         episodes = (number(v.config.get("groups")) or 0) * (number(v.config.get("group_size")) or 0)
-        error = lambda m: m["reward_std"] / episodes**0.5 if episodes and m.get("reward_std") is not None else None  # noqa: E731
+        error = lambda m: m["reward_std"] / episodes**0.5 if episodes and m.get("reward_std") is not None else None
         return [v.around("reward", "mean reward, 95% as if episodes were independent", error)]
 
     def sentence(v):
@@ -268,7 +268,7 @@ def spread_chart(views):
         return f"In-group reward std was {short(std[0])} in the first steps and is {short(std[1])} in the last." if std else ""
 
     healthy = "well above 0: what differs inside a group is the only signal there is to learn from."
-    series = lambda v: [v.lines("rollout/in_group_reward_std", "in-group reward std")]  # noqa: E731
+    series = lambda v: [v.lines("rollout/in_group_reward_std", "in-group reward std")]
     return lines_chart("Reward spread inside a group", healthy, views, series, sentence, y="std of rewards", zero=True)
 
 
@@ -279,7 +279,7 @@ def kept_chart(views):
         return text + (f"; in {percent(flat[1])} all episodes earned the same." if flat else ".")
 
     healthy = "most groups differ inside and many are kept; none kept means too easy, too hard, or a filter too strict."
-    series = lambda v: [  # noqa: E731
+    series = lambda v: [
         v.lines("rollout/filter_kept_ratio", "groups kept"),
         v.lines("rollout/zero_variance_ratio", "groups without variance", "dash"),
     ]
@@ -289,7 +289,7 @@ def kept_chart(views):
 def gradient_chart(views):
     """Mean norm over the logged steps of grad_norm/<bucket>/{task,entropy,kl}, buckets in natural order; absent: no section."""
     parts = ("task", "entropy", "kl")
-    natural = lambda text: [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", text)]  # noqa: E731
+    natural = lambda text: [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", text)]
     found = {}  # run -> part -> bucket -> mean
     for n, v in enumerate(views):
         for key in v.keys:
@@ -331,7 +331,7 @@ def time_chart(views):
             continue
         parts = [[m.get(k) or 0.0 for k in names] for m in rows]
         parts = [p + [max(0.0, m["step_time"] - sum(p))] for p, m in zip(parts, rows)]
-        mean = lambda several: [tidy(sum(c) / len(several)) for c in zip(*several)]  # noqa: E731
+        mean = lambda several: [tidy(sum(c) / len(several)) for c in zip(*several)]
         size = -(-len(rows) // 40) if len(views) == 1 else len(rows)
         for i in range(0, len(rows), size):
             first, last = rows[i]["step"], rows[min(i + size, len(rows)) - 1]["step"]

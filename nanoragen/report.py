@@ -196,7 +196,7 @@ def by_token(record, turns, run) -> dict | None:
     if not values or not all(type(i) is int and i >= 0 for i in ids) or not (tokenizer := run.tokenizer()):
         return None
     spans = [(number(t.get("start")) or 0, number(t.get("end")) or 0, number(t.get("think_end")) or 0) for t in turns]
-    decode = lambda some: visible(tokenizer.decode(some, skip_special_tokens=False))  # noqa: E731
+    decode = lambda some: visible(tokenizer.decode(some, skip_special_tokens=False))
     parts, left, at, turn = [], MAX_TEXT, 0, 0
     while at < len(ids) and left > 0:
         while turn < len(spans) and at >= spans[turn][1]:
@@ -324,7 +324,7 @@ def table(views) -> str:
         mi = [charts.short(v.measured[i][2]) if v.measured else "\u2013" for i in (0, -1)]
         regime = v.regimes[-1][1] if v.regimes else "\u2013"
         rows.append([v.name, max(v.run.steps, default=0), *success, *mi, regime, *[v.config.get(k, "\u2013") for k in differ]])
-    cells = lambda row, tag: "".join(f"<{tag}>{escape(x)}</{tag}>" for x in row)  # noqa: E731
+    cells = lambda row, tag: "".join(f"<{tag}>{escape(x)}</{tag}>" for x in row)
     body = "".join(f"<tr>{cells(r, 'td')}</tr>" for r in rows[1:])
     return f'<div class="scroll" tabindex="0" role="region" aria-label="The runs"><table><tr>{cells(rows[0], "th")}</tr>{body}</table></div>'
 

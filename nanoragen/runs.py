@@ -8,12 +8,11 @@ running trainer pays for the new lines only; of the large files it keeps the pla
 import json
 import math
 import re
-import unicodedata
 from pathlib import Path
 
 STEP = re.compile(rb'\s*\{"step": ?(\d{1,9}),')  # what a trainer's line starts with: no need to parse the rest
 FILES = ("metrics.jsonl", "cross.jsonl", "rollouts.jsonl")
-BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def number(x) -> float | int | None:
@@ -24,8 +23,7 @@ def number(x) -> float | int | None:
 
 def visible(text) -> str:
     """Any text as one sees it: control characters, bidirectional ones and lone surrogates by their code points."""
-    hidden = lambda c: c in BIDI or c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cs")  # noqa: E731
-    return "".join(f"\u27e8U+{ord(c):04X}\u27e9" if hidden(c) else c for c in str(text))
+    return HIDDEN.sub(lambda c: f"\u27e8U+{ord(c[0]):04X}\u27e9", str(text))
 
 
 def spread(items, n: int) -> list:
