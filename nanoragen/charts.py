@@ -129,7 +129,9 @@ def success_chart(views):
             text = f"Held out: {spoken(v.evaluations[0][1])} at first, {spoken(v.evaluations[-1][1])} at last. {text}"
         return text
 
-    healthy = "rises, on held-out episodes too; intervals that overlap prove nothing. Training episodes are new every step, so they jump."
+    healthy = (
+        "rises, on held-out episodes too; intervals that overlap prove nothing. Training episodes are new every step, so they jump."
+    )
     return lines_chart("Success", healthy, views, series, sentence, range=[0, 1], percent=True, y="success")
 
 
@@ -143,7 +145,9 @@ def reward_chart(views):
         first, last = v.ends("reward")
         return f"The mean reward went from {short(first)} in the first steps to {short(last)} in the last."
 
-    return lines_chart("Reward", "rises with success; reward without success means the reward is gamed.", views, series, sentence, y="reward")
+    return lines_chart(
+        "Reward", "rises with success; reward without success means the reward is gamed.", views, series, sentence, y="reward"
+    )
 
 
 def regime_chart(views):
@@ -163,7 +167,7 @@ def regime_chart(views):
             "regime": [v.regimes[i][1] for i in kept],
         })  # fmt: skip
         strips.append({"name": v.name, "spells": spells(v.regimes)})
-        text = f"Last: {collapse.regime_sentence(*v.measured[-1][1:], h0, mi0)}. {over_time(v.regimes)}"
+        text = f"Last: {found_and_todo(v)[0]}. {over_time(v.regimes)}"
         if min(h0, mi0) <= 0:
             text += " A first measurement is not above 0, so that axis is in nats instead."
         said.append((v.name, text))
@@ -173,6 +177,12 @@ def regime_chart(views):
     )
     spec = {"kind": "map", "low": collapse.LOW, "runs": drawn, "strips": strips, "x": "H(Z|X) / first", "y": "MI / first"}
     return ("Reasoning regimes", healthy, said, spec) if drawn else None
+
+
+def found_and_todo(view) -> tuple[str, str]:
+    """The last regime with its numbers and what it means, and what to do about it (both from collapse.py)."""
+    todo = collapse.MEANING[view.regimes[-1][1]].split("; ", 1)[1]
+    return collapse.regime_sentence(*view.measured[-1][1:], *view.measured[0][1:]).removesuffix(f"; {todo}"), todo
 
 
 def spells(regimes) -> list:
@@ -221,7 +231,9 @@ def retrieval_chart(views):
         found, chance = v.ends(v.sample + "retrieval_accuracy"), v.ends(v.sample + "retrieval_chance_level")
         if not found or not chance:
             return "Retrieval or its chance level was not measured."
-        return f"Retrieval was {percent(found[0])} at first and is {percent(found[1])} at last, where chance is {percent(chance[1])}."
+        return (
+            f"Retrieval was {percent(found[0])} at first and is {percent(found[1])} at last, where chance is {percent(chance[1])}."
+        )
 
     healthy = "far above chance: the prompt under which a reasoning is most probable is the one that it was written for."
     more = {"range": [0, 1], "percent": True, "y": "retrieval"}
@@ -241,9 +253,11 @@ def cross_chart(views):
         last = frames[-1]
         own = [row[j] for row, j in zip(last["p"], last["own"]) if row[j] is not None]
         mean = f"{percent(sum(own) / len(own))} of the probability on average" if own else "no finite probability"
-        said.append((v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(1 / last['size'][1])}."))
+        said.append(
+            (v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(1 / last['size'][1])}.")
+        )
     healthy = (
-        "dark on the outlined cells, pale elsewhere. Row: a reasoning. Column: a prompt. Colour: how probable it is that the reasoning "
+        "strong on the outlined cells, faint elsewhere. Row: a reasoning. Column: a prompt. Colour: how probable it is that the reasoning "
         "was written for that prompt. Collapsed reasoning makes all rows alike."
     )
     return ("Which prompt was this written for?", healthy, said, {"kind": "heat", "runs": drawn}) if drawn else None
@@ -315,15 +329,22 @@ def gradient_chart(views):
             return "The task gradient was not measured in the first and last bucket."
         return f"The task gradient's norm is {short(low)} in the bucket of least variance and {short(high)} in that of most."
 
-    healthy = "the task gradient grows with reward variance and stands above entropy's and KL's; where it does not, regularisers win."
-    more = {"labels": [visible(b) for b in buckets], "y": "norm, mean over steps", "xlabel": "bucket of in-group reward std", "zero": True}
+    healthy = (
+        "the task gradient grows with reward variance and stands above entropy's and KL's; where it does not, regularisers win."
+    )
+    more = {
+        "labels": [visible(b) for b in buckets],
+        "y": "norm, mean over steps",
+        "xlabel": "bucket of in-group reward std",
+        "zero": True,
+    }
     return lines_chart("Gradients by reward variance", healthy, views, series, sentence, **more)
 
 
 def time_chart(views):
     """Seconds of a step: each time/<part>, and the rest of step_time. Several runs, or many steps: means."""
     said, drawn = [], []
-    names = sorted({k for v in views for k in v.keys if k.startswith("time/")})
+    names = list(dict.fromkeys(k for v in views for m in v.history for k in m if k.startswith("time/")))
     for v in views:
         rows = [m for m in v.history if m.get("step_time")]
         if not rows:
@@ -343,7 +364,11 @@ def time_chart(views):
         said.append((v.name, f"A step takes {short(whole)} s on average: {text}."))
     healthy = "rollouts take most of it, the diagnosis under 10%. The rest is scoring and updates; evaluations are not in it."
     parts = [visible(n.split("/", 1)[1]) for n in names] + ["the rest"]
-    return ("Where the time goes", healthy, said, {"kind": "bars", "parts": parts, "bars": drawn, "y": "seconds a step"}) if drawn else None
+    return (
+        ("Where the time goes", healthy, said, {"kind": "bars", "parts": parts, "bars": drawn, "y": "seconds a step"})
+        if drawn
+        else None
+    )
 
 
 CHARTS = {

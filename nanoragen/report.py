@@ -24,7 +24,7 @@ import time
 import warnings
 from pathlib import Path
 
-from nanoragen import charts, cli, collapse, metrics
+from nanoragen import charts, cli, metrics
 from nanoragen.charts import MAX_SIDE, MAX_STEPS, View, learned, percent, spoken
 from nanoragen.runs import Run, number, spread, visible
 
@@ -65,36 +65,41 @@ def verdict(view) -> tuple[str, str, list[str]]:
     success = {
         "rose": lambda: f"held-out success rose {span}",
         "fell": lambda: f"held-out success fell {span}",
-        "unclear": lambda: f"held-out success went {span}, which chance explains as well",
-        "unknown": lambda: "held-out success was not measured twice with an interval, so learning cannot be judged",
+        "unclear": lambda: f"held-out success went {span}, which may be chance",
+        "unknown": lambda: "whether it learns was not measured",
     }[change]()
     if change == "rose":
-        why.append(f"Success: {spoken(first)} at first, {spoken(last)} at last, on held-out episodes. The intervals do not overlap.")
-    elif change != "unknown":
+        why.append(
+            f"Success: {spoken(first)} at first, {spoken(last)} at last, on held-out episodes. The intervals do not overlap."
+        )
+    elif change == "unknown":
+        why.append("Held-out success was not measured twice with its interval (--eval_every, --final_episodes).")
+    else:
         rows = [m for m in view.history if m.get("reward") is not None]
         known = [r for _, r in view.evaluations if None not in (r["success_low"], r["success_high"])]
         why += metrics.diagnosis(rows, known[0], known[-1], view.env) if rows else []
     level = {"rose": "good", "fell": "bad", "unclear": "watch", "unknown": "unknown"}[change]
-    if view.measured:
-        last = view.measured[-1][1:]
-        name = view.regimes[-1][1]
-        meaning, todo = collapse.MEANING[name].split("; ", 1)
-        why.append(f"Reasoning: {collapse.regime_sentence(*last, *view.measured[0][1:])}.")
-        head = f"{success}; {name}: {meaning}"
-        level = {"diverse": level, "compressed": "watch" if level in ("good", "unknown") else level}.get(name, "bad")
-        near = at_chance(view)
-        if near:
-            level = "bad" if level == "bad" else "watch"
-            why.append(near)
-        if level == "good":
-            todo = "nothing; more --steps if success still rises"
-        elif name == "diverse":
-            todo = "the reasons below say what to try first" if change != "unknown" else "evaluate (--eval_every), or run more steps"
-        why.append(f"What to do: {todo}.")
-    else:
+    todo = "measure the reasoning (--mi_every 1)"
+    if not view.measured:
         head = f"{success}; whether the reasoning depends on its prompt was not measured"
         level = "watch" if level == "good" else level
-        why.append("What to do: measure the reasoning (--mi_every 1), if the model reasons at all.")
+    else:
+        name, near = view.regimes[-1][1], at_chance(view)
+        found, todo = charts.found_and_todo(view)
+        why.append(f"Reasoning: {found}.")
+        if name == "diverse" and not near:
+            head = f"{success}; the reasoning still depends on its prompt"
+            todo = {"good": "nothing; more --steps if success still rises", "unknown": "run on, or evaluate more often"}.get(
+                level, "first what is named above"
+            )
+        else:
+            head = f"{name if name != 'diverse' else 'the reasoning ignores its prompt'}; {success}"
+            worst = name not in ("diverse", "compressed")
+            level = "bad" if worst or level == "bad" else "watch"
+        if near:
+            why.append(near)
+            todo = "start from a model whose reasoning names what it sees" if name == "diverse" else todo
+    why.append(f"What to do: {todo}.")
     why += incidents(view)
     word = {"good": "Healthy", "watch": "Keep an eye on it", "bad": "Not healthy", "unknown": "Too early to say"}[level]
     return level, f"{word}: {head}.", why
@@ -102,7 +107,9 @@ def verdict(view) -> tuple[str, str, list[str]]:
 
 def at_chance(view) -> str | None:
     m = view.run.steps[view.measured[-1][0]]
-    found, chance, error = (m.get(view.sample + k) for k in ("retrieval_accuracy", "retrieval_chance_level", "retrieval_accuracy_se"))
+    found, chance, error = (
+        m.get(view.sample + k) for k in ("retrieval_accuracy", "retrieval_chance_level", "retrieval_accuracy_se")
+    )
     if None in (found, chance) or chance >= 1 or found - metrics.Z95 * (error or 0) > chance:
         return None
     return f"The prompt cannot be told from the reasoning better than by chance ({percent(found)} against {percent(chance)})."
@@ -301,8 +308,8 @@ def header(views) -> str:
         tag = "h1" if len(views) == 1 else "h2"
         name = f"{v.name}: {v.env}, {v.config.get('model', 'model unknown')}, {max(v.run.steps, default=0)} steps"
         why = "".join(f"<li>{escape(text[:1].upper() + text[1:])}</li>" for text in why + gaps(v.run))
-        out.append(f'''<div class="verdict {level}"><p class="run">{escape(name)}</p>
-<{tag}><span aria-hidden="true">{SIGNS[level]}</span> {escape(head)}</{tag}><ul>{why}</ul></div>''')
+        out.append(f"""<div class="verdict {level}"><p class="run">{escape(name)}</p>
+<{tag}><span aria-hidden="true">{SIGNS[level]}</span> {escape(head)}</{tag}><ul>{why}</ul></div>""")
     if len(views) == 1:
         return f"<header>{out[0]}</header>"
     return f"<header><h1>{len(views)} runs compared</h1>{table(views)}{''.join(out)}</header>"

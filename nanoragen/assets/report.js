@@ -59,7 +59,7 @@ function room([low, high]) { const pad = (high - low) * 0.06; return [low - pad,
 // ---- parts of charts -------------------------------------------------------------------------------------------------
 
 function frame(svg, width, height, xs, ys, spec, xticks, left = 48) {
-  const right = width - 10, top = 20, bottom = height - 34;
+  const right = width - 10, top = 26, bottom = height - 34;
   const x = (v) => left + ((v - xs[0]) / (xs[1] - xs[0])) * (right - left);
   const y = (v) => bottom - ((v - ys[0]) / (ys[1] - ys[0])) * (bottom - top);
   for (const t of ticks(ys[0], ys[1], 4)) {
@@ -190,8 +190,8 @@ function map(box, spec) {
   const areas = [["compressed", at.left, cx, at.top, cy], ["diverse", cx, at.right, at.top, cy], ["low-entropy collapse", at.left, cx, cy, at.bottom], ["template collapse", cx, at.right, cy, at.bottom]];
   for (const [name, x1, x2, y1, y2] of areas) {
     draw(svg, "rect", { x: x1, y: y1, width: x2 - x1, height: y2 - y1, style: `fill: ${REGIME[name]}; opacity: 0.1` });
-    const words = x2 - x1 < 130 ? name.split(" ") : [name];
-    words.forEach((w, i) => draw(svg, "text", { x: x1 + 6, y: y2 - 8 - 14 * (words.length - 1 - i), class: "strong" }, w));
+    const words = x2 - x1 < 150 ? name.split(" ") : [name];
+    words.forEach((w, i) => draw(svg, "text", { x: x1 + 6, y: y1 + 17 + 14 * i, class: "strong" }, w));
   }
   draw(svg, "path", { d: `M${cx} ${at.top}V${at.bottom}M${at.left} ${cy}H${at.right}`, style: "stroke: var(--muted)", "stroke-dasharray": "4 3", fill: "none" });
   const spots = [];
