@@ -10,7 +10,7 @@ All numbers are the log's, to 6 digits; of a long run a line has at most MAX_POI
 import re
 
 from nanoragen import collapse, metrics
-from nanoragen.runs import Run, number, spread, visible
+from nanoragen.runs import Run, number, spread, tidy, visible
 
 MAX_POINTS = 1000  # of a line of a chart
 MAX_STEPS = 24  # of which cross matrices are shown, all runs of a page together
@@ -104,10 +104,6 @@ def several(views, series, sentence) -> tuple[list, list]:
         drawn += found
         said.append((view.name, sentence(view) if found else "This was not measured."))
     return said, drawn
-
-
-def tidy(x):
-    return float(f"{x:.6g}") if isinstance(x, float) else x
 
 
 def lines_chart(title, healthy, views, series, sentence, **more):
@@ -364,11 +360,9 @@ def time_chart(views):
         said.append((v.name, f"A step takes {short(whole)} s on average: {text}."))
     healthy = "rollouts take most of it, the diagnosis under 10%. The rest is scoring and updates; evaluations are not in it."
     parts = [visible(n.split("/", 1)[1]) for n in names] + ["the rest"]
-    return (
-        ("Where the time goes", healthy, said, {"kind": "bars", "parts": parts, "bars": drawn, "y": "seconds a step"})
-        if drawn
-        else None
-    )
+    label = "" if len(views) > 1 else "step"
+    spec = {"kind": "bars", "parts": parts, "bars": drawn, "y": "seconds a step", "xlabel": label}
+    return ("Where the time goes", healthy, said, spec) if drawn else None
 
 
 CHARTS = {

@@ -7,10 +7,11 @@ The file needs nothing else: no network, no fonts, no library. Python chooses wh
 they are there without scripts too; assets/report.js draws the charts from one block of JSON. Nothing of a run is ever markup:
 text is escaped here and set as text there, and the page's content policy runs no script but its own.
 
-Of a long run the page holds a bounded part (MAX_* here and in charts.py, and it says so), so that it opens on a phone. Left out
+Of a long run the page holds a bounded part (MAX_* here, in charts.py and runs.py, and it says so), so that it opens on a phone. Left out
 on purpose: a charting library, a server, anything that can be changed.
 
-In order: the cross matrix that a trainer logs, the verdict, the episodes, the page, and keeping it fresh during a run.
+In order: the cross matrix that a trainer logs, the verdict, the page, and keeping it fresh during a run. Beside this file:
+runs.py reads a run's folder, charts.py says what each chart shows.
 """
 
 import argparse
@@ -26,11 +27,9 @@ from pathlib import Path
 
 from nanoragen import charts, cli, metrics
 from nanoragen.charts import MAX_SIDE, MAX_STEPS, View, learned, percent, spoken
-from nanoragen.runs import Run, number, spread, visible
+from nanoragen.runs import Run, episodes, number, spread, visible
 
 ASSETS = Path(__file__).parent / "assets"
-MAX_EPISODES = 16  # shown of a step
-MAX_TEXT = 20_000  # characters of an episode
 MAX_BYTES = 2_000_000  # of all episodes of a page, about
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
 
@@ -130,103 +129,6 @@ def incidents(view) -> list[str]:
     if planned and done < planned and not stopped:
         out.append(f"The log ends at step {done} of {planned}: the run goes on, or was ended before its end.")
     return out
-
-
-# -- the episodes --------------------------------------------------------------------------------------------------------
-
-
-def episodes(run: Run, steps, budget: int) -> list[dict]:
-    """Episodes of the steps for the page: the first MAX_EPISODES of each, fewer where they are long (budget: bytes in all)."""
-    out = []
-    for step in steps:
-        left = budget // len(steps)
-        for record in run.records("rollouts.jsonl", step):
-            found = episode(step, record, run)
-            left -= len(json.dumps(found))
-            if left < 0 and out and out[-1]["step"] == step:
-                break
-            out.append(found)
-            if sum(e["step"] == step for e in out[-MAX_EPISODES:]) == MAX_EPISODES:
-                break
-    return out
-
-
-def episode(step, record, run) -> dict:
-    """A line of rollouts.jsonl for the page. parts: what was read (prompt) and sampled (reasoning, answer), turn by turn."""
-    keys = ("env", "seed", "group", "success", "reward", "advantage", "kept", "terminated", "truncated")
-    turns = [t for t in as_list(record.get("turns")) if isinstance(t, dict)][:100]
-    found = {k: v if isinstance(v, bool) else n if (n := number(v)) is not None else visible(v)[:60] for k in keys
-             if (v := record.get(k)) is not None}  # fmt: skip
-    shown = [
-        {
-            "reward": number(t.get("reward")), "advantage": number(t.get("advantage")), "parsed": t.get("parsed") is not False,
-            "actions": [visible(a)[:100] for a in as_list(t.get("actions"))[:20]],
-        }
-        for t in turns
-    ]  # fmt: skip
-    return {"step": step, **found, "turns": shown, **(by_token(record, turns, run) or by_message(record, turns))}
-
-
-def by_message(record, turns) -> dict:
-    """The parts of an episode from its messages; the reply is cut where its reasoning ends."""
-    parts, n = [], 0
-    for message in as_list(record.get("messages")):
-        role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, message)
-        if role != "assistant" or n >= len(turns):
-            parts.append([n, "prompt", f"{role}: {text}"])
-            continue
-        reply = str(turns[n].get("reply", text))
-        reasoning, tag, answer = reply.partition("</think>")
-        parts += [[n, "prompt", "<think>"], [n, "reasoning", reasoning]] if tag else []
-        parts.append([n, "answer", tag + answer if tag else reply])
-        n += 1
-    left = MAX_TEXT
-    for part in parts:
-        part[2] = clip(visible(part[2]), left)
-        left = max(0, left - len(part[2]))
-    return {"parts": [p for p in parts if p[2]]}
-
-
-def by_token(record, turns, run) -> dict | None:
-    """The same from the ids, token by token, where log-probs or entropies of the sampled ids were recorded.
-
-    A part is [turn, kind, [text of each token], {"logprobs": [...], "entropies": [...]}], or as in by_message for a prompt.
-    None without such values or without a tokenizer (the newest step_*/tokenizer.json of the run).
-    """
-    ids, mask = as_list(record.get("ids")), as_list(record.get("mask"))
-    sampled = [i for i, m in enumerate(mask[: len(ids)]) if m]
-    values = {}
-    for key in ("logprobs", "entropies"):
-        found = as_list(record.get(key))
-        if found and len(found) in (len(sampled), len(ids)):
-            values[key] = dict(zip(sampled if len(found) == len(sampled) else range(len(ids)), map(number, found)))
-    if not values or not all(type(i) is int and i >= 0 for i in ids) or not (tokenizer := run.tokenizer()):
-        return None
-    spans = [(number(t.get("start")) or 0, number(t.get("end")) or 0, number(t.get("think_end")) or 0) for t in turns]
-    decode = lambda some: visible(tokenizer.decode(some, skip_special_tokens=False))
-    parts, left, at, turn = [], MAX_TEXT, 0, 0
-    while at < len(ids) and left > 0:
-        while turn < len(spans) and at >= spans[turn][1]:
-            turn += 1
-        start, end, think_end = spans[turn] if turn < len(spans) else (len(ids),) * 3
-        stop = int(min(len(ids), next((edge for edge in (start, think_end, end) if edge > at), len(ids))))
-        if at < start:
-            parts.append([turn, "prompt", clip(decode(ids[at:stop]), left)])
-        else:
-            tokens = [decode([i]) for i in ids[at:stop]]
-            parts.append([turn, "reasoning" if at < think_end else "answer", tokens,
-                          {k: [charts.tidy(v.get(i)) for i in range(at, stop)] for k, v in values.items()}])  # fmt: skip
-        left -= sum(map(len, parts[-1][2])) + 8 * (stop - at)
-        at = stop
-    return {"parts": parts, "values": list(values)}
-
-
-def as_list(x) -> list:
-    return x if isinstance(x, list) else []
-
-
-def clip(text, n) -> str:
-    return text if len(text) <= n else f"{text[:n]} \u2026 ({len(text) - n} more characters)"
 
 
 # -- the page ------------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ function frame(svg, width, height, xs, ys, spec, xticks, left = 48) {
   }
   draw(svg, "line", { x1: left, x2: right, y1: bottom, y2: bottom, style: "stroke: var(--line)" });
   draw(svg, "text", { x: 0, y: 11 }, spec.y);
-  draw(svg, "text", { x: right, y: height - 3, "text-anchor": "end" }, spec.xlabel || "step");
+  draw(svg, "text", { x: right, y: height - 3, "text-anchor": "end" }, spec.xlabel ?? "step");
   return { x, y, left, right, top, bottom };
 }
 
@@ -141,7 +141,7 @@ function lines(box, spec) {
         if (s.y[i] === null) return;
         if (s.low && s.low[i] !== null && s.high[i] !== null)
           draw(svg, "line", { x1: at.x(x), x2: at.x(x), y1: clamp(s.low[i]), y2: clamp(s.high[i]), style: `stroke: ${paint}; stroke-width: 2` });
-        draw(svg, "circle", { cx: at.x(x), cy: at.y(s.y[i]), r: 5, style: `fill: ${paint}; stroke: var(--back); stroke-width: 1.5` });
+        draw(svg, "circle", { cx: at.x(x), cy: at.y(s.y[i]), r: s.x.length > 40 ? 2.5 : 5, style: `fill: ${paint}; stroke: var(--back); stroke-width: 1.5` });
       });
       continue;
     }
@@ -190,8 +190,6 @@ function map(box, spec) {
   const areas = [["compressed", at.left, cx, at.top, cy], ["diverse", cx, at.right, at.top, cy], ["low-entropy collapse", at.left, cx, cy, at.bottom], ["template collapse", cx, at.right, cy, at.bottom]];
   for (const [name, x1, x2, y1, y2] of areas) {
     draw(svg, "rect", { x: x1, y: y1, width: x2 - x1, height: y2 - y1, style: `fill: ${REGIME[name]}; opacity: 0.1` });
-    const words = x2 - x1 < 150 ? name.split(" ") : [name];
-    words.forEach((w, i) => draw(svg, "text", { x: x1 + 6, y: y1 + 17 + 14 * i, class: "strong" }, w));
   }
   draw(svg, "path", { d: `M${cx} ${at.top}V${at.bottom}M${at.left} ${cy}H${at.right}`, style: "stroke: var(--muted)", "stroke-dasharray": "4 3", fill: "none" });
   const spots = [];
@@ -201,9 +199,13 @@ function map(box, spec) {
     r.x.forEach((x, i) => {
       const age = last > first ? (r.step[i] - first) / (last - first) : 1, end = i === 0 || i === r.x.length - 1;
       const fill = several ? mix(0.25 + 0.75 * age, color(r.color), "var(--back)") : mix(age, "var(--late)", "var(--early)");
-      draw(svg, "circle", { cx: at.x(x), cy: at.y(r.y[i]), r: end ? 7 : 4.5, style: `fill: ${fill}; stroke: ${end ? "var(--text)" : "var(--back)"}; stroke-width: ${end ? 1.5 : 0.7}` });
+      draw(svg, "circle", { cx: at.x(x), cy: at.y(r.y[i]), r: end ? 7 : r.x.length > 200 ? 2.5 : 4.5, style: `fill: ${fill}; stroke: ${end ? "var(--text)" : "var(--back)"}; stroke-width: ${end ? 1.5 : 0.7}` });
       spots.push([at.x(x), at.y(r.y[i]), `${several ? r.name + ", " : ""}step ${r.step[i]}: ${r.regime[i]}\n${spec.x} ${show(x)}\n${spec.y} ${show(r.y[i])}`]);
     });
+  }
+  for (const [name, x1, x2, y1] of areas) { // over the points
+    const words = x2 - x1 < 150 ? name.split(" ") : [name];
+    words.forEach((w, i) => draw(svg, "text", { x: x1 + 6, y: y1 + 17 + 14 * i, class: "strong", "pointer-events": "none" }, w));
   }
   hover(box, svg, width, (px, e) => {
     if (px === null) return tip(box, null);
@@ -280,7 +282,7 @@ function bars(box, spec) {
   const height = 260, [svg, width] = canvas(box, height), count = spec.bars.length;
   const high = Math.max(1e-9, ...spec.bars.map(([, parts]) => parts.reduce((a, b) => a + b, 0)));
   const every = Math.ceil(count / Math.max(2, Math.floor(width / 110)));
-  const at = frame(svg, width, height, [-0.5, count - 0.5], [0, high * 1.05], { y: spec.y, xlabel: count > 1 ? "step" : "" }, spec.bars.flatMap(([label], i) => (i % every ? [] : [[i, label]])));
+  const at = frame(svg, width, height, [-0.5, count - 0.5], [0, high * 1.05], { y: spec.y, xlabel: spec.xlabel }, spec.bars.flatMap(([label], i) => (i % every ? [] : [[i, label]])));
   const wide = Math.min(70, ((at.right - at.left) / count) * 0.8);
   spec.bars.forEach(([label, parts], i) => {
     let sum = 0;
