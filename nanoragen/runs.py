@@ -177,7 +177,7 @@ def episode(step, record, run) -> dict:
     shown = [
         {
             "reward": number(t.get("reward")), "advantage": number(t.get("advantage")), "parsed": t.get("parsed") is not False,
-            "actions": [visible(a)[:100] for a in as_list(t.get("actions"))[:20]],
+            "actions": [clip(visible(a), 200) for a in as_list(t.get("actions"))[:20]],
         }
         for t in turns
     ]  # fmt: skip
