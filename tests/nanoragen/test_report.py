@@ -257,6 +257,7 @@ def test_nothing_of_a_run_becomes_markup(make):
     plain, page = page_of(make()), page_of(nasty_run(make))
     found = Tags(page)
     assert found.tags.count("script") == 2 and set(found.tags) <= set(Tags(plain).tags) and "onerror" not in found.attributes
+    assert not set("<>&") & set(re.search(r'id="data">(.*)</script>\n<script>', page, re.DOTALL)[1])
     assert page.encode("utf-8") and "\u202e" not in page and "\x00" not in page
     shown = visible(NASTY)
     assert "\u27e8U+202E\u27e9evil" in shown and "\u27e8U+D83D\u27e9" in shown and "\U0001f680" in shown
