@@ -261,7 +261,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import checkpoint, collapse, faults, metrics
+    from nanoragen import checkpoint, collapse, faults, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch, micro_batches
     from nanoragen.envs.base import eval_seeds, train_seeds
@@ -292,6 +292,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         ema.load_state_dict(state["ema"])
         history = metrics.rewind(out, done)
     log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
+    cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
     bar = tqdm(total=c.steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
     say, phase = bar.write, lambda text: bar.set_description_str(text)
@@ -323,7 +324,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
     for step in range(done + 1, c.steps + 1):
         start = time.perf_counter()
-        line = {"step": step}
+        line = {"step": step, **(scores(f"eval/before/{c.env}", before) if step == 1 else {})}
 
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
@@ -351,6 +352,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
                 here = found["conditional_entropy_est"], found["mi_seq_estimate"]
                 first = first or here  # the regime is judged against the run's first measurement
                 line["regime"], regime = collapse.regime(*here, *first), collapse.regime_sentence(*here, *first)
+                cross.write([report.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
         # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
@@ -387,9 +389,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         # 6. evaluation on held-out seeds, log, checkpoint
         if step == c.steps:
             after = held_out(many, "after")
-            line[f"eval/{c.env}/success"] = after["success"]
+            line.update(scores(f"eval/{c.env}", after))
         elif c.eval_every and step % c.eval_every == 0:
-            line[f"eval/{c.env}/success"] = held_out(few, "held out")["success"]
+            line.update(scores(f"eval/{c.env}", held_out(few, "held out")))
         history.append(line)
         early = early_stop(history, c.env, c.early_stop)
         if early:
@@ -400,6 +402,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         say(metrics.console_line(line))
         if last or (c.save_every and step % c.save_every == 0):
             saved = keep_step(step)
+        page.refresh()  # written when that is cheap: under 1% of the time
         bar.update()
         if last:
             break
@@ -408,6 +411,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         after = held_out(many, "after")
     bar.close()
     log.close()
+    page.write()
     if stop.asked and step < c.steps:
         print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
         raise SystemExit(130)
@@ -415,7 +419,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
-    print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
+    print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
     print(f"evaluate  python eval.py --model {saved} --env {c.env}" + (f" --env_options {c.env_options}" if c.env_options else ""))
     return line
 
@@ -429,6 +433,11 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
 
 def interval(result: dict) -> str:
     return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
+
+
+def scores(prefix: str, result: dict) -> dict:
+    """What of an evaluation goes into the log."""
+    return {f"{prefix}/{k}": result[k] for k in ("success", "success_low", "success_high", "episodes")}
 
 
 def run_folder(c: Config) -> Path:
