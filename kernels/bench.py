@@ -125,7 +125,7 @@ def compile_table() -> list[dict]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from nanoragen.kernels import advantage, cross, logprob
+    from nanoragen.kernels import advantage, cross, linear, logprob
 
     i, l, f, p = "i32", "i64", "fp32", "*fp32"
     row = {"ALIGNED": True, "TILE": 4096}
@@ -135,7 +135,13 @@ def compile_table() -> list[dict]:
         ("logprob forward", logprob._forward, ["*bf16", "*i64", p, p, p, p, i, l, l, i, i, f], row, (0, 1), 8),
         ("logprob backward", logprob._backward, ["*bf16", "*i64", p, p, p, p, p, "*bf16", i, l, l, i, i, f, f],
          {"ALIGNED": True, "ALIGNED_OUT": True, "TILE": 4096}, (0, 1, 7), 8),
-        ("cross, tokens", cross._token, ["*bf16", "*bf16", "*i64", p, i, i, i, f], cross.BLOCKS16, (0, 1, 2, 3, 5, 6), 8),
+        *((f"linear, tokens{of}", linear._walk, ["*bf16", "*bf16", "*bf16", "*i64", p, i, i, i, l, l, f],
+           {"BIAS": bias, "ENTROPY": entropy, "SPAN": linear.SPAN, "EVEN": True, **linear.BLOCKS16}, (0, 1, 2, 4, 7, 8, 9), 8)
+          for of, bias, entropy in (("", False, True), (" and bias", True, True), (" (cross)", False, False))),
+        ("linear, spans", linear._merge_spans, [p, "*i64", p, p, p, p, i, i, i, f], {"BLOCK": 128}, (0,), 4),
+        ("linear, d logits", linear._d_logits,
+         ["*bf16", "*bf16", "*bf16", "*i64", p, p, p, p, p, "*bf16", i, i, i, l, l, i, i, f],
+         {"BIAS": False, "EVEN": True, **linear.BLOCKS16}, (0, 1, 2, 9, 12, 13, 14, 15), 8),
         ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
         ("advantage", advantage._group_advantages, [p, "*i64", p, "*i1", p, p, p, "*fp64", i, i, i], chosen, (0, 1, 2, 7), 8),
     ]  # fmt: skip

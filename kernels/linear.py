@@ -30,6 +30,7 @@ from nanoragen.kernels.logprob import LOG2E, _gradient
 WORKSPACE = 64 * 2**20  # bytes
 BLOCKS16 = {"BLOCK_P": 128, "BLOCK_V": 128, "BLOCK_D": 64}  # bf16 and fp16, on tensor cores
 BLOCKS32 = {"BLOCK_P": 64, "BLOCK_V": 64, "BLOCK_D": 32}
+NUMBERS = ("P", "V", "Y")  # nothing is compiled for a particular number of tokens, or place of their first target
 SPAN = 4096  # columns of the vocabulary a program walks; more programs than a GPU has cores from a few hundred tokens on
 
 
@@ -61,10 +62,9 @@ def linear_logprob_entropy(
     if not workspace > 0:
         raise ValueError(f"workspace: {workspace}; valid: bytes, above 0")
     wide = torch.float64 in (hidden.dtype, weight.dtype)
-    ways = (_forward, _backward) if use_triton(backend, hidden) and not wide else (reference.linear_forward, reference.linear_backward)
-    return _LinearLogprobEntropy.apply(
-        hidden, weight, bias, targets, float(temperature), int(ignore_index), int(workspace), ways
-    )  # fmt: skip
+    kernel = use_triton(backend, hidden) and not wide
+    ways = (forward, backward) if kernel else (reference.linear_forward, reference.linear_backward)
+    return _LinearLogprobEntropy.apply(hidden, weight, bias, targets, float(temperature), int(ignore_index), int(workspace), ways)
 
 
 class _LinearLogprobEntropy(torch.autograd.Function):
@@ -111,57 +111,57 @@ class _Few:
 # -- the kernels' side ---------------------------------------------------------------------------------------------------
 
 
-def _forward(hidden, weight, bias, targets, temperature, workspace=WORKSPACE, with_entropy=True):
-    """logprob, entropy, top, log2_s: [P] float32 each (entropy 0 unless asked for)."""
+def forward(hidden, weight, bias, targets, temperature, workspace=WORKSPACE, with_entropy=True):
+    """logprob, entropy, top, log2_s: [P] float32 each; the entropy means nothing unless asked for. targets [P] int64."""
+    hidden, weight = _rows(hidden), _rows(weight)
     if interpreted():  # its bf16 products are wrong; the same numbers as float32 are exact
         hidden, weight = hidden.float(), weight.float()
-    hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     (P, D), V = hidden.shape, len(weight)
-    out = torch.empty(4, P, dtype=torch.float32, device=hidden.device)
+    out = [torch.empty(P, dtype=torch.float32, device=hidden.device) for _ in range(4)]
     blocks, spans = _blocks(hidden, D), triton.cdiv(V, SPAN)
     slab = max(1, workspace // (16 * spans * blocks["BLOCK_P"])) * blocks["BLOCK_P"]  # four numbers a token and span
-    for first in range(0, P, slab):
-        h, y = hidden[first : first + slab], targets[first : first + slab]
-        parts = torch.empty(4, spans, len(h), dtype=torch.float32, device=hidden.device)
-        _walk[(triton.cdiv(len(h), blocks["BLOCK_P"]), spans)](
-            h, weight, _pointer(bias, weight), y, parts, len(h), V, D, LOG2E / temperature,
-            BIAS=bias is not None, ENTROPY=with_entropy, SPAN=SPAN, **blocks, num_warps=8,
+    for t in reference.slices(P, slab):
+        n = t.stop - t.start
+        parts = torch.empty(4, spans, n, dtype=torch.float32, device=hidden.device)
+        _walk[(triton.cdiv(n, blocks["BLOCK_P"]), spans)](
+            hidden[t], weight, _pointer(bias, weight), targets[t], parts, n, V, D, hidden.stride(0), weight.stride(0),
+            LOG2E / temperature, BIAS=bias is not None, ENTROPY=with_entropy, SPAN=SPAN, **blocks, num_warps=8,
         )  # fmt: skip
-        _merge_spans[(triton.cdiv(len(h), 128),)](
-            parts, y, *out[:, first : first + slab], len(h), V, spans, LOG2E / temperature, BLOCK=128, num_warps=4
+        _merge_spans[(triton.cdiv(n, 128),)](
+            parts, targets[t], *(x[t] for x in out), n, V, spans, LOG2E / temperature, BLOCK=128, num_warps=4
         )
-    return out.unbind()
+    return out
 
 
-def _backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h, wanted):
-    """The gradients of hidden [P, D], weight [V, D] and bias [V], each in its own type, or None where not wanted."""
+def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h, wanted):
+    """The gradients of hidden [P, D], weight [V, D] and bias [V], each in its own type, or None where not wanted. P > 0."""
     entropy, top, log2_s = saved
-    hidden, weight = hidden.contiguous(), weight.contiguous()
-    (P, D), V, narrow = hidden.shape, len(weight), hidden.dtype
-    # d logits are kept in hidden's type, over a power of two that puts the largest upstream gradient near 1: exact, and fp16
-    # neither overflows under a scaled loss nor loses the small ones of a mean over many tokens
+    hidden, weight = _rows(hidden), _rows(weight)
+    (P, D), V, kind, device = hidden.shape, len(weight), hidden.dtype, hidden.device
+    # d logits are kept in hidden's type, over a power of two that brings the largest upstream gradient to 1 to 2: exact, and
+    # fp16 neither overflows under a scaled loss nor loses the small ones of a mean over many tokens
     scale = torch.exp2(torch.maximum(g.abs().amax(), h.abs().amax()).clamp(min=1e-30).log2().floor())
-    g, h = g / scale, h / scale
-    scale = scale / temperature
-    blocks = _blocks(hidden, D)
-    tokens, columns = reference.tile(P, V, 2**62, workspace, hidden.element_size(), 3 * 4 * D)
-    columns = max(1, columns // 128) * 128  # rows of the workspace start on 16 bytes, slices of the head too
-    d_logits = torch.empty(tokens, columns, dtype=narrow, device=hidden.device)
-    grad_hidden = torch.zeros(P, D, dtype=torch.float32, device=hidden.device) if wanted[0] else None
-    grad_weight = torch.empty_like(weight) if wanted[1] else None
-    grad_bias = torch.empty_like(bias) if wanted[2] else None
-    for first in range(0, V, columns):
-        v = slice(first, min(first + columns, V))
-        w, b, n = weight[v], None if bias is None else bias[v], v.stop - first
-        sum_weight, sum_bias = (torch.zeros(n, *size, dtype=torch.float32, device=hidden.device) for size in ((D,), ()))
+    g, h, scale = g / scale, h / scale, scale / temperature
+    # a tile's sides are multiples of 128, so that every slice starts on 16 bytes
+    tokens, columns = reference.tile(P, triton.cdiv(V, 128) * 128, 2**62, workspace, hidden.element_size(), 12 * D)
+    tokens, columns = max(1, tokens // 128) * 128, max(1, columns // 128) * 128
+    d_logits = torch.empty(min(tokens, P), columns, dtype=kind, device=device)
+    blocks = _blocks(hidden.float() if interpreted() else hidden, D)
+    grad_hidden = torch.zeros(P, D, dtype=torch.float32, device=device) if wanted[0] else None
+    grad_weight = torch.empty(V, D, dtype=weight.dtype, device=device) if wanted[1] else None
+    grad_bias = torch.empty(V, dtype=bias.dtype, device=device) if wanted[2] else None
+    for v in reference.slices(V, columns):
+        w, b, n = weight[v], None if bias is None else bias[v], v.stop - v.start
+        sum_weight, sum_bias = (torch.zeros(n, *size, dtype=torch.float32, device=device) for size in ((D,), ()))
         for t in reference.slices(P, tokens):
-            x, d = hidden[t], d_logits[: len(targets[t]), :n]
+            x, d = hidden[t], d_logits[: t.stop - t.start, :n]
             _d_logits[(triton.cdiv(len(d), blocks["BLOCK_P"]), triton.cdiv(n, blocks["BLOCK_V"]))](
                 *((x.float(), w.float()) if interpreted() else (x, w)), _pointer(b, w), targets[t], entropy[t], top[t], log2_s[t],
-                g[t], h[t], d, len(d), n, D, first, columns, LOG2E / temperature, BIAS=b is not None, **blocks, num_warps=8,
+                g[t], h[t], d, len(d), n, D, x.stride(0), w.stride(0), columns, v.start, LOG2E / temperature,
+                BIAS=b is not None, **blocks, num_warps=8,
             )  # fmt: skip
             if wanted[0]:
-                grad_hidden[t] += _product(d, w.to(narrow))
+                grad_hidden[t] += _product(d, w.to(kind))
             if wanted[1]:
                 sum_weight += _product(d.T, x)
             if wanted[2]:
@@ -170,7 +170,7 @@ def _backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h
             grad_weight[v] = sum_weight * scale
         if wanted[2]:
             grad_bias[v] = sum_bias * scale
-    return (grad_hidden * scale).to(narrow) if wanted[0] else None, grad_weight, grad_bias
+    return (grad_hidden * scale).to(kind) if wanted[0] else None, grad_weight, grad_bias
 
 
 def _product(a, b):
@@ -186,6 +186,11 @@ def _blocks(hidden, D) -> dict:
     """Block sizes: a function of the inputs' type, never of their number, so equal tokens are summed in the same order."""
     blocks = BLOCKS32 if hidden.dtype == torch.float32 else BLOCKS16
     return {**blocks, "EVEN": D % blocks["BLOCK_D"] == 0}
+
+
+def _rows(x):
+    """Rows are read where they lie; a copy only where their inner stride is not 1."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _pointer(bias, other):
@@ -214,16 +219,17 @@ def _logits(
     return x
 
 
-@jit(do_not_specialize=["P", "V"])
+@jit(do_not_specialize=NUMBERS)
 def _walk(
-    HIDDEN, WEIGHT, BIAS_PTR, Y, PARTS, P, V, D, scale2, BIAS: tl.constexpr, ENTROPY: tl.constexpr, SPAN: tl.constexpr,
+    HIDDEN, WEIGHT, BIAS_PTR, Y, PARTS, P, V, D, h_stride: tl.int64, w_stride: tl.int64, scale2,
+    BIAS: tl.constexpr, ENTROPY: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """m, s, w and the target's logit of a block of tokens over a span of the vocabulary: PARTS [4, spans, P]."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.program_id(1) * SPAN
     # lanes past the end read the last row again: no masks in the loop, and what they compute is dropped
-    h_rows = HIDDEN + tl.minimum(tokens, P - 1) * D
+    h_rows = HIDDEN + tl.minimum(tokens, P - 1) * h_stride
     y = tl.load(Y + tl.minimum(tokens, P - 1))
     m = tl.full((BLOCK_P,), float("-inf"), tl.float32)
     s = tl.zeros((BLOCK_P,), tl.float32)
@@ -232,7 +238,7 @@ def _walk(
     for v in range(first, tl.minimum(first + SPAN, V), BLOCK_V):
         columns = v + tl.arange(0, BLOCK_V)
         inside = tl.minimum(columns, V - 1)
-        x = _logits(h_rows, WEIGHT + inside.to(tl.int64) * D, BIAS_PTR, inside, D, BIAS, EVEN, BLOCK_P, BLOCK_V, BLOCK_D)
+        x = _logits(h_rows, WEIGHT + inside.to(tl.int64) * w_stride, BIAS_PTR, inside, D, BIAS, EVEN, BLOCK_P, BLOCK_V, BLOCK_D)
         x = tl.where((columns < V)[None, :], x, float("-inf"))
         target += tl.sum(tl.where(columns[None, :] == y[:, None], x, 0.0), 1)
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -254,7 +260,7 @@ def _walk(
     tl.store(out + 3 * step, target, mask=live)
 
 
-@jit(do_not_specialize=["P", "V", "spans"])
+@jit(do_not_specialize=[*NUMBERS, "LOGPROB", "ENTROPY", "TOP", "LOG2_S", "spans"])
 def _merge_spans(PARTS, Y, LOGPROB, ENTROPY, TOP, LOG2_S, P, V, spans, scale2, BLOCK: tl.constexpr):
     """The spans of each token, in order."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -266,7 +272,7 @@ def _merge_spans(PARTS, Y, LOGPROB, ENTROPY, TOP, LOG2_S, P, V, spans, scale2, B
     part, step = PARTS + tokens, spans.to(tl.int64) * P
     for _ in range(spans):
         m_i = tl.load(part, mask=live, other=0.0)
-        s_i = tl.load(part + step, mask=live, other=0.0)
+        s_i = tl.load(part + step, mask=live, other=1.0)
         w_i = tl.load(part + 2 * step, mask=live, other=0.0)
         target += tl.load(part + 3 * step, mask=live, other=0.0)
         m_new = tl.maximum(m, m_i)
@@ -286,17 +292,17 @@ def _merge_spans(PARTS, Y, LOGPROB, ENTROPY, TOP, LOG2_S, P, V, spans, scale2, B
     tl.store(LOG2_S + tokens, log2_s, mask=live)
 
 
-@jit(do_not_specialize=["P", "V", "first"])
+@jit(do_not_specialize=[*NUMBERS, "ENTROPY", "TOP", "LOG2_S", "G", "H", "first"])
 def _d_logits(
-    HIDDEN, WEIGHT, BIAS_PTR, Y, ENTROPY, TOP, LOG2_S, G, H, OUT, P, V, D, first, stride, scale2, BIAS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+    HIDDEN, WEIGHT, BIAS_PTR, Y, ENTROPY, TOP, LOG2_S, G, H, OUT, P, V, D, h_stride: tl.int64, w_stride: tl.int64, stride,
+    first, scale2, BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """d (g logprob + h entropy) / d logits, without the 1 / temperature, of a slice of V rows of the head from `first` on."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     row, inside = tl.minimum(tokens, P - 1), tl.minimum(columns, V - 1)
     x = _logits(
-        HIDDEN + row * D, WEIGHT + inside.to(tl.int64) * D, BIAS_PTR, inside, D, BIAS, EVEN, BLOCK_P, BLOCK_V, BLOCK_D
+        HIDDEN + row * h_stride, WEIGHT + inside.to(tl.int64) * w_stride, BIAS_PTR, inside, D, BIAS, EVEN, BLOCK_P, BLOCK_V, BLOCK_D
     )  # fmt: skip
     y, entropy = tl.load(Y + row) - first, tl.load(ENTROPY + row)
     m, log2_s = tl.load(TOP + row), tl.load(LOG2_S + row)
