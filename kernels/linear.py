@@ -57,6 +57,8 @@ def linear_logprob_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}, bias "
             f"{None if bias is None else tuple(bias.shape)} do not fit; valid: [P, D], [V, D], [P], [V] or None"
         )
+    if targets.is_floating_point():
+        raise ValueError(f"targets: {targets.dtype}; valid: an integer type")
     if not temperature > 0:
         raise ValueError(f"temperature: {temperature}; valid: above 0")
     if not workspace > 0:
@@ -113,9 +115,7 @@ class _Few:
 
 def forward(hidden, weight, bias, targets, temperature, workspace=WORKSPACE, with_entropy=True):
     """logprob, entropy, top, log2_s: [P] float32 each; the entropy means nothing unless asked for. targets [P] int64."""
-    hidden, weight = _rows(hidden), _rows(weight)
-    if interpreted():  # its bf16 products are wrong; the same numbers as float32 are exact
-        hidden, weight = hidden.float(), weight.float()
+    hidden, weight, targets = _rows(_exact(hidden)), _rows(_exact(weight)), targets.contiguous()
     (P, D), V = hidden.shape, len(weight)
     out = [torch.empty(P, dtype=torch.float32, device=hidden.device) for _ in range(4)]
     blocks, spans = _blocks(hidden, D), triton.cdiv(V, SPAN)
@@ -136,7 +136,7 @@ def forward(hidden, weight, bias, targets, temperature, workspace=WORKSPACE, wit
 def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h, wanted):
     """The gradients of hidden [P, D], weight [V, D] and bias [V], each in its own type, or None where not wanted. P > 0."""
     entropy, top, log2_s = saved
-    hidden, weight = _rows(hidden), _rows(weight)
+    hidden, weight, targets = _rows(hidden), _rows(weight), targets.contiguous()
     (P, D), V, kind, device = hidden.shape, len(weight), hidden.dtype, hidden.device
     # d logits are kept in hidden's type, over a power of two that brings the largest upstream gradient to 1 to 2: exact, and
     # fp16 neither overflows under a scaled loss nor loses the small ones of a mean over many tokens
@@ -146,7 +146,7 @@ def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h,
     tokens, columns = reference.tile(P, triton.cdiv(V, 128) * 128, 2**62, workspace, hidden.element_size(), 12 * D)
     tokens, columns = max(1, tokens // 128) * 128, max(1, columns // 128) * 128
     d_logits = torch.empty(min(tokens, P), columns, dtype=kind, device=device)
-    blocks = _blocks(hidden.float() if interpreted() else hidden, D)
+    blocks = _blocks(_exact(hidden), D)
     grad_hidden = torch.zeros(P, D, dtype=torch.float32, device=device) if wanted[0] else None
     grad_weight = torch.empty(V, D, dtype=weight.dtype, device=device) if wanted[1] else None
     grad_bias = torch.empty(V, dtype=bias.dtype, device=device) if wanted[2] else None
@@ -156,8 +156,8 @@ def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h,
         for t in reference.slices(P, tokens):
             x, d = hidden[t], d_logits[: t.stop - t.start, :n]
             _d_logits[(triton.cdiv(len(d), blocks["BLOCK_P"]), triton.cdiv(n, blocks["BLOCK_V"]))](
-                *((x.float(), w.float()) if interpreted() else (x, w)), _pointer(b, w), targets[t], entropy[t], top[t], log2_s[t],
-                g[t], h[t], d, len(d), n, D, x.stride(0), w.stride(0), columns, v.start, LOG2E / temperature,
+                _exact(x), _exact(w), _pointer(b, w), targets[t], entropy[t], top[t], log2_s[t], g[t], h[t], d, len(d), n, D,
+                _exact(x).stride(0), _exact(w).stride(0), columns, v.start, LOG2E / temperature,
                 BIAS=b is not None, **blocks, num_warps=8,
             )  # fmt: skip
             if wanted[0]:
@@ -186,6 +186,11 @@ def _blocks(hidden, D) -> dict:
     """Block sizes: a function of the inputs' type, never of their number, so equal tokens are summed in the same order."""
     blocks = BLOCKS32 if hidden.dtype == torch.float32 else BLOCKS16
     return {**blocks, "EVEN": D % blocks["BLOCK_D"] == 0}
+
+
+def _exact(x):
+    """bfloat16 as float32 under the interpreter, whose bf16 products are wrong. On a GPU x itself."""
+    return x.float() if interpreted() and x.dtype == torch.bfloat16 else x
 
 
 def _rows(x):
