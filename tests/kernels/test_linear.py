@@ -300,13 +300,13 @@ def test_autocast_does_not_round_the_logits(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("workspace", [1, 40_000, 2**26])
+@pytest.mark.parametrize("workspace", [1, 12_000, 2**26])
 def test_any_workspace_gives_the_same(workspace, backend, monkeypatch):
     """One that forces many slabs of tokens and slices of the vocabulary, and spans of one tile."""
-    monkeypatch.setattr(linear, "SPAN", 128)
+    monkeypatch.setattr(linear, "SPAN", 32)
     monkeypatch.setattr(linear, "BLOCKS32", {"BLOCK_P": 16, "BLOCK_V": 16, "BLOCK_D": 16})
-    *inputs, targets = make(150, 20, 290 if workspace > 1 else 20)
-    g, h = torch.randn(2, 150, device=DEVICE)
+    *inputs, targets = make(40, 20, 140 if workspace > 1 else 20)
+    g, h = torch.randn(2, 40, device=DEVICE)
     values, grads = run(ours(backend, workspace=workspace), inputs, targets, g, h)
     exact, wanted = run(book, [t.double() for t in inputs], targets, g, h)
     close(values, exact)
@@ -344,7 +344,7 @@ def test_a_token_is_the_same_bits_alone_in_a_batch_elsewhere_and_padded(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8 if interpreted() else 40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape_scale_and_mask(backend, data):
     P, D, V = (data.draw(st.integers(low, high)) for low, high in ((0, 20), (1, 40), (1, 150)))
