@@ -31,6 +31,7 @@ WORKSPACE = 64 * 2**20  # bytes
 BLOCKS16 = {"BLOCK_P": 128, "BLOCK_V": 128, "BLOCK_D": 64}  # bf16 and fp16, on tensor cores
 BLOCKS32 = {"BLOCK_P": 64, "BLOCK_V": 64, "BLOCK_D": 32}
 NUMBERS = ("P", "V", "Y")  # nothing is compiled for a particular number of tokens, or place of their first target
+WIDE_SUMS = torch.version.cuda is not None and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)  # in torch's cuBLAS
 SPAN = 4096  # columns of the vocabulary a program walks; more programs than a GPU has cores from a few hundred tokens on
 
 
@@ -143,7 +144,7 @@ def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h,
     scale = torch.exp2(torch.maximum(g.abs().amax(), h.abs().amax()).clamp(min=1e-30).log2().floor())
     g, h, scale = g / scale, h / scale, scale / temperature
     # a tile's sides are multiples of 128, so that every slice starts on 16 bytes
-    tokens, columns = reference.tile(P, triton.cdiv(V, 128) * 128, 2**62, workspace, hidden.element_size(), 12 * D)
+    tokens, columns = reference.tile(P, triton.cdiv(V, 128) * 128, 2**62, workspace, hidden.element_size(), 6 * D)
     tokens, columns = max(1, tokens // 128) * 128, max(1, columns // 128) * 128
     d_logits = torch.empty(min(tokens, P), columns, dtype=kind, device=device)
     blocks = _blocks(_exact(hidden), D)
@@ -161,25 +162,24 @@ def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h,
                 BIAS=b is not None, **blocks, num_warps=8,
             )  # fmt: skip
             if wanted[0]:
-                grad_hidden[t] += _product(d, w.to(kind))
+                _add_product(grad_hidden[t], d, w.to(kind))
             if wanted[1]:
-                sum_weight += _product(d.T, x)
+                _add_product(sum_weight, d.T, x)
             if wanted[2]:
                 sum_bias += d.sum(0, dtype=torch.float32)
         if wanted[1]:
-            grad_weight[v] = sum_weight * scale
+            grad_weight[v] = sum_weight.mul_(scale)
         if wanted[2]:
-            grad_bias[v] = sum_bias * scale
-    return (grad_hidden * scale).to(kind) if wanted[0] else None, grad_weight, grad_bias
+            grad_bias[v] = sum_bias.mul_(scale)
+    return grad_hidden.mul_(scale).to(kind) if wanted[0] else None, grad_weight, grad_bias
 
 
-def _product(a, b):
-    """a @ b in float32, from 16 or 32 bits. cuBLAS writes float32 sums of 16-bit products where torch lets it (2.8 on)."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _add_product(out, a, b):
+    """out += a @ b, with out in float32, so that 16-bit inputs are summed over all tiles without being rounded between them."""
+    if a.is_cuda and a.dtype != torch.float32 and WIDE_SUMS:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:  # an older torch pays with float32 copies
+        out.addmm_(a.float(), b.float())
 
 
 def _blocks(hidden, D) -> dict:

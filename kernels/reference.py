@@ -112,9 +112,9 @@ def logprob_entropy(logits, targets, temperature, ignore_index):
 
 def tile(P, V, most, workspace, element, column):
     """Tokens and columns of a tile of logits: at most `most` elements, and `workspace` bytes at `element` an element and `column`
-    more a column. Near a square: each gradient accumulator is passed over once a tile, so both sides count."""
-    most = max(1, min(most, workspace // element))
-    tokens = max(1, min(P, math.isqrt(most)))
+    more a column. A square where P allows: a gradient is passed over once a tile, so the shorter side sets the traffic."""
+    side = (math.isqrt(column**2 + 4 * element * workspace) - column) // (2 * element)  # side (side element + column) = workspace
+    tokens = max(1, min(P, side, math.isqrt(most)))
     return tokens, max(1, min(V, most // tokens, workspace // (tokens * element + column)))
 
 
