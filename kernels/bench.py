@@ -347,7 +347,7 @@ def compile_table() -> list[dict]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from nanoragen.kernels import advantage, cross, logprob, policy
+    from nanoragen.kernels import advantage, cross, linear, logprob, policy
 
     i, l, f, p = "i32", "i64", "fp32", "*fp32"
     row = {"ALIGNED": True, "TILE": 4096}
@@ -360,7 +360,13 @@ def compile_table() -> list[dict]:
            {"ALIGNED": True, "ALIGNED_OUT": True, "TILE": 4096, "INPLACE": inplace}, (0, 7), 8) for inplace in (False, True)),
         ("policy forward", policy._forward, ["*bf16", "*i64"] + 12 * [p] + [i, l, l, i, i] + 5 * [f],
          {"KIND": "k3", **row}, (0,), 8),
-        ("cross, tokens", cross._token, ["*bf16", "*bf16", "*i64", p, i, i, i, f], cross.BLOCKS16, (0, 1, 2, 3, 5, 6), 8),
+        *((f"linear, tokens{of}", linear._walk, ["*bf16", "*bf16", "*bf16", "*i64", p, i, i, i, l, l, f],
+           {"BIAS": bias, "ENTROPY": entropy, "SPAN": linear.SPAN, "EVEN": True, **linear.BLOCKS16}, (0, 1, 2, 4, 7, 8, 9), 8)
+          for of, bias, entropy in (("", False, True), (" and bias", True, True), (" (cross)", False, False))),
+        ("linear, spans", linear._merge_spans, [p, "*i64", p, p, p, p, i, i, i, f], {"BLOCK": 128}, (0,), 4),
+        ("linear, d logits", linear._d_logits,
+         ["*bf16", "*bf16", "*bf16", "*i64", p, p, p, p, p, "*bf16", i, i, i, l, l, i, i, f],
+         {"BIAS": False, "EVEN": True, **linear.BLOCKS16}, (0, 1, 2, 9, 12, 13, 14, 15), 8),
         ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
         ("cross, statistics", cross._row_statistics, [p, "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i32", i],
          {"TIE": cross.TIE, "BLOCK": 128}, (0, 1, 2), 1),

@@ -7,6 +7,7 @@ the logits and, in the backward pass, their gradient.
 Shapes: T tokens, P packed tokens, V vocabulary, D hidden size, S segments, B episodes, G groups.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,91 @@ class LogprobEntropy(torch.autograd.Function):
 def logprob_entropy(logits, targets, temperature, ignore_index, inplace=False):
     """Twin of logprob.logprob_entropy."""
     return LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index), inplace)
+
+
+# -- log-prob and entropy from hidden states ---------------------------------------------------------------------------
+
+
+def tile(P, V, most, workspace, element, column):
+    """Tokens and columns of a tile of logits: at most `most` elements, and `workspace` bytes at `element` an element and `column`
+    more a column. A square where P allows: a gradient is passed over once a tile, so the shorter side sets the traffic."""
+    side = (math.isqrt(column**2 + 4 * element * workspace) - column) // (2 * element)  # side (side element + column) = workspace
+    tokens = max(1, min(P, side, math.isqrt(most)))
+    return tokens, max(1, min(V, most // tokens, workspace // (tokens * element + column)))
+
+
+def slices(n, size):
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def linear_forward(hidden, weight, bias, targets, temperature, workspace):
+    """hidden [P, D], weight [V, D], bias [V] or None, targets [P] -> logprob, entropy, top, log_s, [P] each."""
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    (P, D), V = hidden.shape, len(weight)
+    if hidden.device.type == "cpu" and P and not 0 <= targets.min() <= targets.max() < V:
+        raise IndexError(f"targets: {int(targets.min())} to {int(targets.max())} for a vocabulary of {V}")
+    h = hidden.to(dtype) / temperature  # so that nothing of the logits' size has to be divided
+    s, w = (torch.zeros(P, dtype=dtype, device=h.device) for _ in range(2))
+    m, target = torch.full_like(s, -torch.inf), torch.full_like(s, torch.nan)
+    copies = D * h.element_size() if weight.dtype != dtype else 0
+    tokens, columns = tile(P, V, chunk(h) // 2, workspace, 2 * h.element_size(), copies)
+    for v in slices(V, columns):
+        head, b = weight[v].to(dtype), None if bias is None else bias[v].to(dtype) / temperature
+        for t in slices(P, tokens):
+            x = _logits(h[t], head, b)
+            inside, y = _inside(targets[t], v)
+            target[t] = torch.where(inside, x.gather(1, y[:, None])[:, 0], target[t])
+            top = torch.maximum(m[t], x.amax(1))
+            shift = torch.where(top == -torch.inf, 0.0, top)
+            moved = (m[t] - shift).clamp_(min=-1e30)  # as below: 0 * -inf would be NaN
+            a, e = moved.exp(), x.sub_(shift[:, None]).exp()
+            w[t] = a * (w[t] + moved * s[t]) + x.clamp_(min=-1e30).mul_(e).sum(1)
+            s[t] = a * s[t] + e.sum(1)
+            m[t] = top
+    log_s = s.log()
+    return target - m - log_s, log_s - w / s, m, log_s
+
+
+def linear_backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h, wanted):
+    """Gradients of hidden, weight and bias, or None where not wanted, from the upstream gradients g and h [P]."""
+    entropy, top, log_s = (t[:, None] for t in saved)
+    dtype, (P, D), V = log_s.dtype, hidden.shape, len(weight)
+    g, h, x_in = g[:, None], h[:, None], hidden.to(dtype) / temperature
+    grad_hidden = torch.zeros(P, D, dtype=dtype, device=hidden.device) if wanted[0] else None
+    grad_weight = torch.empty(V, D, dtype=weight.dtype, device=hidden.device) if wanted[1] else None
+    grad_bias = torch.empty(V, dtype=bias.dtype, device=hidden.device) if wanted[2] else None
+    copies = D * x_in.element_size() * (1 + (weight.dtype != dtype))
+    tokens, columns = tile(P, V, chunk(x_in) // 2, workspace, 2 * x_in.element_size(), copies)
+    for v in slices(V, columns):
+        head, b = weight[v].to(dtype), None if bias is None else bias[v].to(dtype) / temperature
+        sum_weight, sum_bias = torch.zeros_like(head), head.new_zeros(len(head))
+        for t in slices(P, tokens):
+            d = _logits(x_in[t], head, b).sub_(top[t]).sub_(log_s[t])  # log p
+            p = d.exp()
+            d.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
+            inside, y = _inside(targets[t], v)
+            d.scatter_add_(1, y[:, None], torch.where(inside[:, None], g[t], 0.0))
+            if wanted[0]:
+                grad_hidden[t].addmm_(d, head)
+            if wanted[1]:
+                sum_weight.addmm_(d.T, x_in[t])
+            if wanted[2]:
+                sum_bias += d.sum(0)
+        if wanted[1]:
+            grad_weight[v] = sum_weight  # x_in carries the 1 / temperature
+        if wanted[2]:
+            grad_bias[v] = sum_bias / temperature
+    return grad_hidden.div_(temperature).to(hidden.dtype) if wanted[0] else None, grad_weight, grad_bias
+
+
+def _logits(h, head, bias):
+    return h @ head.T if bias is None else torch.addmm(bias, h, head.T)
+
+
+def _inside(targets, v):
+    """Which targets are in a slice of the vocabulary, and where in it (somewhere, for the others)."""
+    y = targets - v.start
+    return (y >= 0) & (targets < v.stop), y.clamp(0, v.stop - v.start - 1)
 
 
 # -- the cross matrix --------------------------------------------------------------------------------------------------
