@@ -29,6 +29,7 @@ import torch
 
 from nanoragen.kernels.advantage import group_advantages
 from nanoragen.kernels.cross import cross_logprob_matrix, cross_statistics
+from nanoragen.kernels.linear import linear_logprob_entropy
 from nanoragen.kernels.logprob import logprob_entropy
 from nanoragen.kernels.policy import policy_loss
 
@@ -127,6 +128,10 @@ def plain_policy(logits, targets, old, advantages, weights):
     return -(weights * (torch.minimum(advantages * ratio, advantages * ratio.clamp(0.8, 1.2)) + 0.01 * entropy)).sum()
 
 
+def plain_linear(hidden, weight, targets):
+    return plain(hidden @ weight.T, targets)
+
+
 def plain_cross(hidden, weight, targets, cu):
     return plain(hidden @ weight.T, targets)[0].view(len(cu) - 1, -1).sum(1)  # segments of one length
 
@@ -179,7 +184,8 @@ def backward(f, logits, *args, whole=False):
             return sum(t.sum() for t in out) if isinstance(out, tuple) else out
 
         ready = None if whole else loss()
-        return lambda: torch.autograd.grad(loss() if whole else ready, made)[0]
+        inputs = [made, *(a for a in args if a.requires_grad)]
+        return lambda: torch.autograd.grad(loss() if whole else ready, inputs)[0]
 
     return prepare
 
@@ -247,7 +253,20 @@ def cases(device, quick):
         targets, cu = torch.randint(V, (P,), device=device), torch.arange(0, P + 1, 64, device=device)
         few = hidden[:128], weight, targets[:128], cu[:3]
         exact = plain_cross(*(t.double() if t.is_floating_point() else t for t in few))
-        # linear_logprob_entropy: its Case goes here, with the same hidden, weight and targets
+        pair = few[:2], (few[0].double(), weight.double())
+        error = difference(linear_logprob_entropy(*few[:3]), plain_linear(*pair[1], few[2]))
+        yield Case("linear_logprob_entropy forward", (P, D, V), {
+            "ours": forward(linear_logprob_entropy, hidden, weight, targets),
+            "torch": forward(plain_linear, hidden, weight, targets),
+            "the product alone": forward(lambda h, w: h @ w.T, hidden, weight),
+        }, flops=2 * P * D * V, error=error)  # fmt: skip
+
+        slope = [backward(f, h, w, few[2])()() for f, (h, w) in zip((linear_logprob_entropy, plain_linear), pair)]
+        head = weight.clone().requires_grad_()  # 3 products at least, 4 for those that make the logits twice
+        yield Case("linear_logprob_entropy both passes", (P, D, V), {
+            "ours": backward(linear_logprob_entropy, hidden, head, targets, whole=True),
+            "torch": backward(plain_linear, hidden, head, targets, whole=True),
+        }, flops=6 * P * D * V, error=difference(slope[:1], slope[1:]))  # fmt: skip
         yield Case("cross_logprob_matrix", (P, D, V), {
             "ours": forward(cross_logprob_matrix, hidden, weight, targets, cu),
             "torch": forward(plain_cross, hidden, weight, targets, cu),
