@@ -13,6 +13,7 @@ _CLASSES = {
     "bandit": "Bandit",
     "countdown": "Countdown",
     "sudoku": "Sudoku",
+    "rubiks_cube": "RubiksCube",
 }
 
 

@@ -116,7 +116,9 @@ def test_rendering_is_compact():
     assert lines[:4] == ["53.|.7.|...", "6..|195|...", ".98|...|.6.", "---+---+---"] and len(lines) == 11
 
 
-@pytest.mark.parametrize("action", ["1 2 2", "1,2,2", " 1, 2, 2 ", "1\t2  2", "place 2 at row 1 col 2", "Place 2 in row 1, column 2"])
+@pytest.mark.parametrize(
+    "action", ["1 2 2", "1,2,2", " 1, 2, 2 ", "1\t2  2", "place 2 at row 1 col 2", "Place 2 in row 1, column 2"]
+)
 def test_spellings(action):
     env = board("3014143021434321")
     _, reward, terminated, _, info = env.step(action)
