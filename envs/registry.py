@@ -14,6 +14,7 @@ _CLASSES = {
     "countdown": "Countdown",
     "sudoku": "Sudoku",
     "rubiks_cube": "RubiksCube",
+    "game_2048": "Game2048",
 }
 
 
