@@ -15,6 +15,7 @@ _CLASSES = {
     "sudoku": "Sudoku",
     "rubiks_cube": "RubiksCube",
     "game_2048": "Game2048",
+    "math_qa": "MathQA",
 }
 
 

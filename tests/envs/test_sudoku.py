@@ -129,12 +129,29 @@ def test_spellings(action):
 @pytest.mark.parametrize(
     "action",
     [
-        "1 2 1", "1 2 3", "1 2 4",  # in the row or the column already
-        "2 4 3", "2 4 1",  # in the column and the box
-        "1 1 2", "1 1 3", "1 1 0", "4 4 1",  # clues stay
-        "5 1 1", "1 5 1", "1 2 5", "0 1 1", "1 0 1", "1 2 -2", "1 2", "1 2 2 2", "122", "1 2 2 or 1 2 3", "1 2 ２", "1 2 2.0",
+        "1 2 1",
+        "1 2 3",
+        "1 2 4",  # in the row or the column already
+        "2 4 3",
+        "2 4 1",  # in the column and the box
+        "1 1 2",
+        "1 1 3",
+        "1 1 0",
+        "4 4 1",  # clues stay
+        "5 1 1",
+        "1 5 1",
+        "1 2 5",
+        "0 1 1",
+        "1 0 1",
+        "1 2 -2",
+        "1 2",
+        "1 2 2 2",
+        "122",
+        "1 2 2 or 1 2 3",
+        "1 2 ２",
+        "1 2 2.0",
     ],
-)  # fmt: skip
+)
 def test_illegal_moves_leave_the_grid(action):
     env = board("3014143021434321")
     before = list(env.cells), env.render()
