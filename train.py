@@ -36,7 +36,7 @@ def flag(default, help, ragen=None):
 @dataclass
 class Config:
     # what to train
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown", "es_manager.train.env_configs.tags")
+    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags")
     env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
     model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
     algo: Literal["grpo"] = flag("grpo", "advantage estimator", "algorithm.adv_estimator")
