@@ -56,7 +56,7 @@ class Config:
     env_timeout: float = flag(60.0, "seconds an environment may take over one reply; 0: no limit")
     max_faults: float = flag(0.1, "share of a step's episodes that may be lost to errors of the environment")
     # update
-    lr: float = flag(1e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
+    lr: float = flag(6e-4, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
     lr_warmup: int = flag(8, "updates over which the learning rate rises")
     weight_decay: float = flag(0.0, "of AdamW")
