@@ -66,7 +66,6 @@ class Config:
     micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", "actor_rollout_ref.actor.clip_ratio_low")
     clip_high: float = flag(0.2, "and above 1 + clip_high", "actor_rollout_ref.actor.clip_ratio_high")
-    target_kl: float = flag(0.03, "a step's updates end when the policy has moved so far from the one that played; 0: never")
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
     kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
@@ -109,7 +108,7 @@ def check(c: Config):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
     for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every",
-                "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "target_kl", "env_timeout"):  # fmt: skip
+                "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout"):  # fmt: skip
         if getattr(c, key) < 0:
             raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
     for key in ("lr", "temperature", "max_grad_norm", "clip_low", "clip_high"):
@@ -229,21 +228,10 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
                 logs.append({"nonfinite_updates": 1.0})
                 continue
-            logs.append(total)
-            if c.target_kl and total["approx_kl"] > c.target_kl:  # off-policy: what remains of these episodes misleads
-                optimizer.zero_grad(set_to_none=True)
-                left_out = c.epochs * c.minibatches - len(logs) + 1
-                for _ in range(left_out):  # the schedule counts steps, whatever they hold
-                    scheduler.step()
-                return mean_of(logs) | {"updates_left_out": left_out}
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
-    return mean_of(logs) | {"updates_left_out": 0}
-
-
-def mean_of(logs):
-    """The mean of each quantity over the updates that have it; how many were not finite."""
+            logs.append(total)
     sums = {}
     for log in logs:
         for k, v in log.items():
