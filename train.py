@@ -20,6 +20,7 @@ not be measured to help. Shapes: G groups, K episodes a group, B = G*K episodes,
 
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -442,13 +443,14 @@ def scores(prefix: str, result: dict) -> dict:
 
 def run_folder(c: Config) -> Path:
     """Make the run's folder. An explicit --out that already holds a run is refused; the default name is numbered."""
-    out = Path(c.out or f"runs/{c.env}-{c.algo}-{c.seed}")
+    name = f"{re.sub('[^A-Za-z0-9_.-]+', '-', c.env)}-{c.algo}-{c.seed}"  # gym:a/b makes one folder
+    out = Path(c.out or f"runs/{name}")
     number = 1
     while (out / "metrics.jsonl").exists():
         if c.out:
             raise ValueError(f"out: {out} already holds a run; valid: a new folder")
         number += 1
-        out = Path(f"runs/{c.env}-{c.algo}-{c.seed}.{number}")
+        out = Path(f"runs/{name}.{number}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")
