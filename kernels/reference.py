@@ -143,18 +143,20 @@ def linear_forward(hidden, weight, bias, targets, temperature, workspace):
     h = hidden.to(dtype) / temperature  # so that nothing of the logits' size has to be divided
     s, w = (torch.zeros(P, dtype=dtype, device=h.device) for _ in range(2))
     m, target = torch.full_like(s, -torch.inf), torch.full_like(s, torch.nan)
+    # tiles of a few chunks: their passes are short beside the product, and one thread of several waits for the others less often
     copies = D * h.element_size() if weight.dtype != dtype else 0
-    tokens, columns = tile(P, V, chunk(h) // 2, workspace, 2 * h.element_size(), copies)
+    tokens, columns = tile(P, V, 2 * chunk(h), workspace, 2 * h.element_size(), copies)
+    buffers = h.new_empty(2, tokens * columns)
     for v in slices(V, columns):
         head, b = weight[v].to(dtype), None if bias is None else bias[v].to(dtype) / temperature
         for t in slices(P, tokens):
-            x = _logits(h[t], head, b)
+            x, e = _logits(h[t], head, b, buffers)
             inside, y = _inside(targets[t], v)
             target[t] = torch.where(inside, x.gather(1, y[:, None])[:, 0], target[t])
             top = torch.maximum(m[t], x.amax(1))
             shift = torch.where(top == -torch.inf, 0.0, top)
             moved = (m[t] - shift).clamp_(min=-1e30)  # as below: 0 * -inf would be NaN
-            a, e = moved.exp(), x.sub_(shift[:, None]).exp()
+            a, e = moved.exp(), torch.exp(x.sub_(shift[:, None]), out=e)
             w[t] = a * (w[t] + moved * s[t]) + x.clamp_(min=-1e30).mul_(e).sum(1)
             s[t] = a * s[t] + e.sum(1)
             m[t] = top
@@ -171,13 +173,14 @@ def linear_backward(hidden, weight, bias, targets, temperature, workspace, saved
     grad_weight = torch.empty(V, D, dtype=weight.dtype, device=hidden.device) if wanted[1] else None
     grad_bias = torch.empty(V, dtype=bias.dtype, device=hidden.device) if wanted[2] else None
     copies = D * x_in.element_size() * (1 + (weight.dtype != dtype))
-    tokens, columns = tile(P, V, chunk(x_in) // 2, workspace, 2 * x_in.element_size(), copies)
+    tokens, columns = tile(P, V, 2 * chunk(x_in), workspace, 2 * x_in.element_size(), copies)
+    buffers = x_in.new_empty(2, tokens * columns)
     for v in slices(V, columns):
         head, b = weight[v].to(dtype), None if bias is None else bias[v].to(dtype) / temperature
         sum_weight, sum_bias = torch.zeros_like(head), head.new_zeros(len(head))
         for t in slices(P, tokens):
-            d = _logits(x_in[t], head, b).sub_(top[t]).sub_(log_s[t])  # log p
-            p = d.exp()
+            d, p = _logits(x_in[t], head, b, buffers)
+            torch.exp(d.sub_(top[t]).sub_(log_s[t]), out=p)  # d is log p
             d.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
             inside, y = _inside(targets[t], v)
             d.scatter_add_(1, y[:, None], torch.where(inside[:, None], g[t], 0.0))
@@ -194,8 +197,11 @@ def linear_backward(hidden, weight, bias, targets, temperature, workspace, saved
     return grad_hidden.div_(temperature).to(hidden.dtype) if wanted[0] else None, grad_weight, grad_bias
 
 
-def _logits(h, head, bias):
-    return h @ head.T if bias is None else torch.addmm(bias, h, head.T)
+def _logits(h, head, bias, buffers):
+    """h @ head.T + bias, written to the first of two buffers; and the second, in the same shape."""
+    x, other = (b[: len(h) * len(head)].view(len(h), len(head)) for b in buffers)
+    torch.mm(h, head.T, out=x) if bias is None else torch.addmm(bias, h, head.T, out=x)
+    return x, other
 
 
 def _inside(targets, v):
