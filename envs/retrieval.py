@@ -21,9 +21,7 @@ class Index:
             import bm25s
         except ImportError as e:
             raise ValueError("env: this one searches with bm25s, which is not here; valid: pip install 'nanoragen[envs]'") from e
-        self._split = lambda texts: bm25s.tokenize(
-            texts, token_pattern=WORD, stopwords="en", return_ids=False, show_progress=False
-        )
+        self._split = lambda texts: bm25s.tokenize(texts, token_pattern=WORD, stopwords="en", return_ids=False, show_progress=False)
         self._bm25 = bm25s.BM25(method="lucene", backend="numpy")
         self._bm25.index(self._split(texts), show_progress=False)
 
