@@ -256,12 +256,11 @@ def test_the_world_says_what_the_questions_ask():
     }  # fmt: skip
     for q in library.questions + library.held_out:
         match, pattern = next((m, p) for form, p in last.items() if (m := re.fullmatch(form, q.text)))
-        phrases = match[2].split("the ")
         inside = re.fullmatch(r"((?:the \w+ of )*)(.+)", match[2])
         thing = inside[2]
         for relation in re.findall(r"the (\w+) of ", inside[1])[::-1]:
             thing = re.search(reads[relation], pages[thing])[1]
-        assert re.search(pattern or reads[match[1]], pages[thing])[1] == q.answers[0], (q.text, phrases)
+        assert re.search(pattern or reads[match[1]], pages[thing])[1] == q.answers[0], q.text
         assert 2 <= len(q.chain) == len(set(q.chain)) <= 3
 
 
@@ -374,14 +373,14 @@ def test_hotpotqa_with_its_own_passages(tmp_path, lines):
     seen = {}
     for seed in range(30):
         env.reset(seed=seed)
-        actions = list(itertools.islice(env.demonstrate(), 1))
-        while actions[-1] and not env.answered:
-            info = env.step(actions[-1])[4]
-            actions += env.best_actions()[:1]
+        actions = []
+        for action in env.demonstrate():
+            actions.append(action)
+            info = env.step(action)[4]
         seen[env.question.text] = actions
         assert info["success"]
     assert seen == {
-        DISTRACTOR["question"]: ["search[Dune Song]", "search[Ada Elm]", "finish[Eskford]"][:: 1],
+        DISTRACTOR["question"]: ["search[Dune Song]", "search[Ada Elm]", "finish[Eskford]"],
         HUB["question"]: ["search[Drusk]", "finish[yes]"],
         PLAIN["question"]: ["finish[Ada Elm]"],
     }  # fmt: skip

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 
+import numpy as np
 import pytest
 
 pytest.importorskip("bm25s")
@@ -151,9 +152,9 @@ def fits(product, chosen, goal, wanted, limit) -> bool:
 
 
 def test_the_whole_catalogue_against_every_goal():
-    """12 goals x 1,000 products, with the options that were asked for where the product has them, or any others."""
+    """6 goals x 1,000 products, with the options that were asked for where the product has them, or any others."""
     env, rng, right = WebShop(), random.Random(0), 0
-    for seed in range(12):
+    for seed in range(6):
         env.reset(seed=seed)
         wanted = env.catalogue.products[env.goal.product]
         for n, product in enumerate(env.catalogue.products):
@@ -163,10 +164,9 @@ def test_the_whole_catalogue_against_every_goal():
                 chosen = {k: rng.choice(v) for k, v in product.options.items() if rng.random() < 0.8}
             reward = score(product, chosen, wanted, env.goal, env.limit)
             assert (reward == 1.0) == fits(product, chosen, env.goal, wanted, env.limit)
-            assert 0.0 <= reward <= 1.0 and (reward > 0) == (product.kind == wanted.kind or reward > 0)
-            assert product.kind == wanted.kind or reward == 0.0
+            assert 0.0 <= reward <= 1.0 and (product.kind == wanted.kind or reward == 0.0)
             right += reward == 1.0
-    assert right >= 12
+    assert right >= 6
 
 
 # -- playing -----------------------------------------------------------------------------------------------------------
@@ -222,8 +222,6 @@ def test_buying_pays_once():
 
 
 def test_random_actions_are_valid_and_seldom_win():
-    import numpy as np
-
     env, rng, won = WebShop(), np.random.default_rng(0), 0
     for seed in range(100):
         env.reset(seed=seed)
@@ -335,29 +333,13 @@ def test_a_search_that_finds_nothing_shows_an_empty_page():
 
 
 def test_thousand_fuzzed_actions_never_raise_nor_win_unfairly():
-    env, rng = WebShop(products=100), random.Random(1)
-    pieces = [
-        "search[",
-        "click[",
-        "]",
-        "[",
-        "Buy Now",
-        "< Prev",
-        "Next >",
-        "Back to Search",
-        "B00001",
-        "color",
-        "\x00",
-        "||",
-        "é",
-        " ",
-    ]
-    bought = 0
+    env, rng, over, bought = WebShop(products=100), random.Random(1), True, 0
+    pieces = ["search[", "click[", "]", "[", "Buy Now", "< Prev", "Next >", "Back to Search", "B00001", "color", "\x00", "||", "é"]
     for i in range(1_000):
-        if i % 10 == 0:
+        if over:
             env.reset(seed=i)
-        known = [f"click[{b}]" for b in env.buttons()] or ["x"]
-        action = rng.choice(known) if rng.random() < 0.4 else "".join(rng.choice(pieces) for _ in range(rng.randrange(6)))
+        noise = "".join(rng.choice(pieces) for _ in range(rng.randrange(6)))
+        action = noise if rng.random() < 0.5 else env.random_action(np.random.default_rng(i))
         before = env.page
         text, reward, over, truncated, info = env.step(action)
         assert env.observation_space.contains(text) and 0.0 <= reward <= 1.0 and not truncated
@@ -366,7 +348,7 @@ def test_thousand_fuzzed_actions_never_raise_nor_win_unfairly():
             wanted, product = (env.catalogue.products[n] for n in (env.goal.product, env.item))
             assert info["success"] == fits(product, env.chosen, env.goal, wanted, env.limit)
             bought += 1
-    assert bought > 10
+    assert bought > 5
 
 
 # -- instances ---------------------------------------------------------------------------------------------------------
