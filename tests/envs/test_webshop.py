@@ -438,20 +438,20 @@ def folder(tmp_path):
         item("nan"),
         item("A00000000004"),
     ]
-    asked = {
-        a: {"attributes": ["loose fit", "machine wash"], "instruction": "Find me loose fit men's shirts", "instruction_attributes": ["loose fit"]}
-        for a in ("A000000001", "A000000002", "A000000003")
-    }  # fmt: skip
-    del asked["A000000002"]["instruction"]
+    about = {
+        "attributes": ["loose fit", "machine wash"],
+        "instruction": "Find me loose fit men's shirts",
+        "instruction_attributes": ["loose fit"],
+    }
+    asked = {"A000000001": about, "A000000002": {**about, "instruction": None}, "A000000003": about}
+
+    def goal(text, attributes, options):
+        return {"instruction": text, "instruction_attributes": attributes, "instruction_options": options}
+
     told = {
-        "A000000003": [
-            {"instruction": "i want a loose fit shirt in blue.", "instruction_attributes": ["loose fit"], "instruction_options": ["blue"]},
-            {"instruction": "nothing to check", "instruction_attributes": [], "instruction_options": []},
-        ],
-        "A000000001": [
-            {"instruction": "get me a small one", "instruction_attributes": ["machine wash"], "instruction_options": {"Size": "Small"}}
-        ],
-    }  # fmt: skip
+        "A000000003": [goal("i want a loose fit shirt in blue.", ["loose fit"], ["blue"]), goal("nothing to check", [], [])],
+        "A000000001": [goal("get me a small one", ["machine wash"], {"Size": "Small"})],
+    }
     for name, content in (("items_shuffle_1000", items), ("items_ins_v2_1000", asked), ("items_human_ins", told)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return tmp_path
@@ -505,7 +505,8 @@ def test_pages_are_webshops(folder):
     )
     page = (
         f"{top} [SEP] Back to Search [SEP] < Prev [SEP] size [SEP] small [SEP] x-large [SEP] "
-        "Acme A000000001 Loose Fit Tuxedo Shirt [SEP] Price: $19.99 [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] Buy Now"
+        "Acme A000000001 Loose Fit Tuxedo Shirt [SEP] Price: $19.99 [SEP] Rating: N.A. [SEP] "
+        "Description [SEP] Features [SEP] Buy Now"
     )
     assert env.step("click[A000000001]")[0] == page
     assert env.step("click[Features]")[0] == f"{top} [SEP] Back to Search [SEP] < Prev [SEP] Cotton [SEP] Machine wash"
