@@ -19,6 +19,8 @@ _CLASSES = {
     "rubiks_cube": "RubiksCube",
     "game_2048": "Game2048",
     "math_qa": "MathQA",
+    "webshop": "WebShop",
+    "search_qa": "SearchQA",
 }
 
 
