@@ -1,7 +1,7 @@
 """Advantages: how much better than expected it went, for every sampled token.
 
-    found = group_statistics(c, rewards, successes, ids)        # one launch: baseline, scale, which groups train
-    advantage, returns = token_advantages(c, found, rewards, turns, penalties, ids, batch, rows, value)
+    found = group_statistics(c, episodes, rewards, ids)         # one launch: baseline, scale, which groups train
+    advantage, returns = token_advantages(c, found, episodes, rewards, ids, batch, rows, value)
 
 Tables [B, T] lie on the ids of a batch and are 0 where nothing was sampled. Turns are known by their index (`Batch.turn`), never
 found by looking for a reward that is not 0. B episodes, T tokens of the longest, N turns of the longest, G groups.
@@ -33,31 +33,32 @@ def format_penalties(episodes, penalty: float, device=None) -> torch.Tensor:
     return torch.tensor([penalty * sum(not t.parsed for t in e.turns) for e in episodes], dtype=torch.float32, device=device)
 
 
-def group_statistics(c, rewards, successes, ids):
-    """GroupAdvantages of a step's episodes under the settings c (train.Config). rewards, successes [B] floats, ids [B].
+def group_statistics(c, episodes, rewards, ids):
+    """GroupAdvantages of a step's episodes under the settings c (train.Config). rewards, ids [B]: of each episode.
 
     Under --filter_metric success_std groups are ranked by the spread of their successes, so that one in which all failed, some
-    with worse manners, does not train on manners alone. --algo dapo without a filter still drops groups whose rewards are all equal.
+    with worse manners, does not train on manners alone. --algo dapo drops groups of equal rewards even without a filter.
     """
     scale = "std" if c.scale == "std" else "none"
-    rule = dict(
-        filter="top_p" if c.filter == "ragen" else c.filter, filter_value=c.filter_value, filter_mode=c.filter_mode,
-        include_zero=c.filter_include_zero or (c.filter == "none" and c.algo != "dapo"), selection_eps=c.filter_eps, num_groups=c.groups,
-    )  # fmt: skip
+    rule = {
+        "filter": "top_p" if c.filter == "ragen" else c.filter, "filter_value": c.filter_value, "filter_mode": c.filter_mode,
+        "include_zero": c.filter_include_zero or (c.filter == "none" and c.algo != "dapo"), "selection_eps": c.filter_eps,
+        "num_groups": c.groups,
+    }  # fmt: skip
     if c.filter_metric != "success_std":
         return group_advantages(rewards, ids, scale=scale, filter_metric=c.filter_metric, **rule)
-    keep = group_advantages(successes, ids, filter_metric="reward_std", **rule).keep
+    keep = group_advantages(rewards.new_tensor([float(e.success) for e in episodes]), ids, **rule).keep
     found = group_advantages(rewards, ids, scale=scale, num_groups=c.groups)
     return replace(found, keep=keep, advantages=torch.where(keep[ids], found.advantages, 0.0))
 
 
-def token_advantages(c, found, rewards, turns, penalties, ids, batch, rows, value=None):
+def token_advantages(c, found, episodes, rewards, ids, batch, rows, value=None):
     """(advantage [B, T], returns [B, T] for the critic or None) under the settings c.
 
-    found: GroupAdvantages; rewards [B] of episodes, turns [B, N] of their turns, penalties [B] the part for bad format; rows
-    [kept] long: the episodes that train, all others get 0; value [B, T] where --baseline critic.
+    found: GroupAdvantages; rewards, ids [B]; rows [kept] long: the episodes that train, all others get 0; value [B, T]: of the
+    state before each sampled token, where --baseline critic.
     """
-    mask, returns = torch.zeros_like(batch.mask), None
+    mask, returns, turns = torch.zeros_like(batch.mask), None, turn_rewards(episodes, rewards.device)
     mask[rows] = batch.mask[rows]
     if c.baseline == "critic":
         if c.credit == "episode":
@@ -69,6 +70,7 @@ def token_advantages(c, found, rewards, turns, penalties, ids, batch, rows, valu
             advantage = gae(reward, value, batch.mask, c.gamma, c.lam)
         returns = (advantage + value) * mask
     else:
+        penalties = format_penalties(episodes, c.format_penalty, rewards.device)
         advantage = at_turns(group_relative(c, found, rewards, turns, penalties, ids), batch.turn)
     if c.soft_reweight:  # RAGEN's softer form of the filter: groups count by their spread, the widest fully
         advantage = advantage * (found.std / (found.std.max() + EPS))[ids][:, None]
@@ -85,7 +87,7 @@ def group_relative(c, found, rewards, turns, penalties, ids) -> torch.Tensor:
 
     baseline  mean      of the group (GRPO, arXiv 2402.03300)
               others    mean of the group's other episodes (RLOO, arXiv 2402.14740): r - others = (r - mean) n / (n - 1)
-              quantile  of the group (QAE, arXiv 2509.22611): the smallest reward that a share of at least `quantile` does not exceed
+              quantile  of the group (QAE, arXiv 2509.22611): the smallest reward that at least this share does not exceed
     scale     std       divided by the group's std + 1e-6;  none: not (Dr. GRPO, arXiv 2503.20783)
               per_reward  task reward and format penalty each normalised in the group, then added (GDPO, arXiv 2601.05242)
     credit    episode   every turn is credited with the whole return
@@ -148,8 +150,8 @@ def bi_level_gae(reward, value, turn, gamma: float, lam: float, turn_gamma: floa
     """GAE over turns, then over the tokens of each turn (VAGEN, arXiv 2510.16907; as RAGEN computes it). All [B, T].
 
     1. The last token of a turn stands for the turn: GAE over these alone, with turn_gamma and turn_lam.
-    2. The turn's return (its advantage + value) is the reward of its last token: GAE within each turn, with gamma and lam, as if the
-       episode ended there. The last token's advantage is the turn's.
+    2. The turn's return (its advantage + value) is the reward of its last token: GAE within each turn, with gamma and lam, as if
+       the episode ended there. The last token's advantage is the turn's.
     """
     last = last_tokens(turn)
     of_turn = gae(reward, value, last, turn_gamma, turn_lam)

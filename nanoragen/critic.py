@@ -86,7 +86,8 @@ class Critic:
         mask[rows] = batch.mask[rows]
         spread = returns[mask].var(correction=0)
         explained = 1 - ((returns - old)[mask].var(correction=0) / spread).item() if spread > 0 else 0.0
-        return {k: sum(log[k] for log in logs) / len(logs) for k in (logs[0] if logs else {})} | {"critic/explained_variance": explained}
+        found = {k: sum(log[k] for log in logs) / len(logs) for k in (logs[0] if logs else {})}
+        return found | {"critic/explained_variance": explained}
 
 
 def value_errors(value, old, returns, clip: float):
