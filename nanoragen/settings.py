@@ -57,7 +57,7 @@ def check_algorithm(c):
     for key, fits, given, valid in (
         ("group_size", c.group_size > 1 or critic and c.filter == "none", f"--baseline {c.baseline}", "2 or more, to be compared"),
         ("scale", c.scale != "std" or not critic, "--baseline critic", "batch, none"),
-        ("scale", c.scale != "per_reward" or whole, f"--baseline {c.baseline} --credit {c.credit}", "std, batch, none"),
+        ("scale", c.scale != "per_reward" or whole, f"--baseline {c.baseline} --credit {c.credit}", "batch, none"),
         ("credit", c.credit == "episode" or c.baseline != "quantile", "--baseline quantile", "episode"),
         ("bi_level", critic or not c.bi_level, f"--baseline {c.baseline}", "--algo ppo"),
         ("value_clip", critic or not c.value_clip, f"--baseline {c.baseline}", "--algo ppo"),
@@ -65,8 +65,8 @@ def check_algorithm(c):
         ("lam", critic or c.lam == 1, f"--baseline {c.baseline}", "--algo ppo"),
         ("turn_gamma", c.bi_level or c.turn_gamma == 1, "no --bi_level", "--bi_level"),
         ("turn_lam", c.bi_level or c.turn_lam == 1, "no --bi_level", "--bi_level"),
-        ("loss_length", normed or not c.loss_length, f"--aggregation {c.aggregation}", "seq_mean_token_sum_norm"),
-        ("filter_eps", c.filter in ("ragen", "top_p") or not c.filter_eps, f"--filter {c.filter}", "top_p"),
+        ("loss_length", normed or not c.loss_length, f"--aggregation {c.aggregation}", "--aggregation seq_mean_token_sum_norm"),
+        ("filter_eps", c.filter in ("ragen", "top_p") or not c.filter_eps, f"--filter {c.filter}", "--filter top_p"),
         *((k, c.filter != "ragen" or getattr(c, k) == v, "--filter ragen", f"{v}, or --filter top_p")
           for k, v in RAGEN_FILTER.items()),
     ):  # fmt: skip

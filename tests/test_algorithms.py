@@ -5,7 +5,8 @@ Where TRL 1.16 or verl 0.9 is installed their own functions are called; everywhe
 """
 
 import json
-from dataclasses import asdict
+from collections import defaultdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,17 +14,18 @@ import pytest
 import torch
 
 import train
-from nanoragen import advantages
 from nanoragen.advantages import bi_level_gae, gae, group_relative, group_statistics, last_tokens, token_advantages, whiten
 from nanoragen.batch import Batch, make_batch
 from nanoragen.critic import Critic, value_errors
-from nanoragen.kernels.advantage import group_advantages
 from nanoragen.rollout import Episode, Turn
 from nanoragen.settings import RAGEN_FILTER, check
 from train import ALGORITHMS, Config, kl_estimate, policy_loss, token_weight
 
 LENGTH = 9  # what dr_grpo divides by
-MASK = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 0, 1, 0]]).bool()
+MASK = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0],
+                     [0, 0, 1, 0, 0, 0, 0, 0, 0],
+                     [1, 1, 1, 1, 1, 1, 1, 1, 1],
+                     [0, 1, 0, 1, 0, 1, 0, 1, 0]]).bool()  # fmt: skip
 IDS = [0, 1, 1, 0]  # groups
 
 
@@ -35,8 +37,8 @@ def wave(scale, shift, offset=0.0):
 
 LOGPROB, OLD, REF, ENTROPY = wave(0.9, 0.1, -1.5), wave(0.9, 0.4, -1.5), wave(0.8, 0.2, -1.6), wave(0.4, 2.0, 1.0)
 ADVANTAGE, VALUE = torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64), wave(0.5, 1.0, 0.3)
-REWARD = torch.zeros(4, 9, dtype=torch.float64).index_put((torch.tensor([0, 1, 2, 3, 0]), torch.tensor([6, 2, 8, 7, 2])),
-                                                          torch.tensor([1.0, -0.5, 0.0, 2.0, 0.25], dtype=torch.float64))  # fmt: skip
+REWARD = torch.zeros(4, 9, dtype=torch.float64)
+REWARD[[0, 1, 2, 3, 0], [6, 2, 8, 7, 2]] = torch.tensor([1.0, -0.5, 0.0, 2.0, 0.25], dtype=torch.float64)
 PROJECT = wave(1.0, 0.7)  # a fixed direction, to compare a gradient by one number
 
 # What trl 1.16.0 and verl 0.9.0 gave: (loss, gradient on LOGPROB along PROJECT) for the losses
@@ -53,15 +55,15 @@ def trl_loss(algo, beta):
     trainer = pytest.importorskip("trl").GRPOTrainer
     leaf, nothing = LOGPROB.clone().requires_grad_(), torch.zeros(4, 0, dtype=torch.long)
     c = Config(algo=algo)
-    args = SimpleNamespace(use_bias_correction_kl=False, delta=None)
-    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x)
+    args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
+    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
     fake = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, ENTROPY, None), aux_loss_enabled=False, top_entropy_quantile=1.0,
         off_policy_mask_threshold=None, importance_sampling_level="token", beta=beta, args=args, loss_type=algo, use_vllm=False,
-        epsilon_low=c.clip_low, epsilon_high=c.clip_high, model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1,
-        max_completion_length=LENGTH, accelerator=accelerator, _entropy_bonus_enabled=False, _metrics={"train": _Lists()},
+        epsilon_low=c.clip_low, epsilon_high=c.clip_high, model=SimpleNamespace(training=True), accelerator=accelerator,
+        current_gradient_accumulation_steps=1, max_completion_length=LENGTH, _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
     )  # fmt: skip
-    fake.args.steps_per_generation = 1
     inputs = {
         "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": torch.zeros(4, 9, dtype=torch.long),
         "completion_mask": MASK.long(), "advantages": ADVANTAGE, "old_per_token_logps": OLD, "ref_per_token_logps": REF,
@@ -70,11 +72,6 @@ def trl_loss(algo, beta):
     loss = trainer._compute_loss(fake, None, inputs)
     low, high = (fake._metrics["train"][f"clip_ratio/{side}_mean"][0] for side in ("low", "high"))
     return [*projected(loss, leaf), low, high]
-
-
-class _Lists(dict):
-    def __missing__(self, key):
-        return self.setdefault(key, [])
 
 
 def core_algos():
@@ -125,7 +122,7 @@ REFERENCES = {
     **{f"verl {a}": (verl_loss, a) for a in ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")},
     **{f"verl gae {g} {lam}": (verl_gae, g, lam) for g, lam in ((1.0, 1.0), (0.9, 0.8))},
     "verl rloo": (verl_rloo,),
-    **{f"verl value loss {clip}": (verl_value_loss, clip) for clip in (0.0, 0.5)},
+    **{f"verl value {clip}": (verl_value_loss, clip) for clip in (0.1, 0.5)},
     "verl gdpo": (verl_gdpo,),
 }  # fmt: skip
 
@@ -133,8 +130,8 @@ REFERENCES = {
 # -- ours on the same tensors -------------------------------------------------------------------------------------------
 
 
-def our_loss(c, order=None, pieces=1, clip_stats=False):
-    """Our loss on the tensors above: rows in any order, tokens in any number of micro-batches."""
+def our_loss(c, order=None, pieces=1):
+    """[loss, projected gradient, share clipped low, high] on the tensors above: rows in any order, in so many micro-batches."""
     rows = torch.arange(4) if order is None else torch.tensor(order)
     leaf = LOGPROB.clone().requires_grad_()
     weight, loss, parts = token_weight(MASK[rows].sum(1).double(), c), 0.0, []
@@ -148,15 +145,15 @@ def our_loss(c, order=None, pieces=1, clip_stats=False):
         loss, parts = loss + found, [*parts, stats]
     total = {k: sum(p[k] for p in parts) for k in parts[0]}
     share = [total[f"clip_ratio/{side}_mean"] / total["weight"] for side in ("low", "high")]
-    return projected(loss, leaf) + (share if clip_stats else [])
+    return [*projected(loss, leaf), *share]
 
 
 def ours(name):
     kind, *args = name.split()
     if kind == "trl":
-        found = our_loss(Config(algo=args[0], beta=float(args[2]), loss_length=LENGTH, aggregation=ALGORITHMS[args[0]][3]), clip_stats=True)
-        mean = our_loss(Config(algo="dapo", clip_high=ALGORITHMS[args[0]][5]), clip_stats=True)
-        return found[:2] + mean[2:]  # TRL counts clipped tokens as a token mean, whatever the loss
+        c = Config(algo=args[0], beta=float(args[2]), loss_length=LENGTH)
+        share = our_loss(replace(c, aggregation="token_mean"))[2:]  # TRL counts clipped tokens as a token mean, whatever the loss
+        return our_loss(c)[:2] + share
     if args[0] == "gae":
         table = gae(REWARD, VALUE, MASK, float(args[1]), float(args[2]))
         return [whiten(table, MASK)[MASK].tolist(), (table + VALUE)[MASK].tolist()]
@@ -166,18 +163,19 @@ def ours(name):
         return group_relative(c, found, rewards, torch.zeros(4, 1), torch.zeros(4), ids)[:, 0].tolist()
     if args[0] == "value":
         leaf = LOGPROB.clone().requires_grad_()
-        error, _ = value_errors(leaf[MASK], VALUE[MASK], OLD[MASK], float(args[2]))
+        error, _ = value_errors(leaf[MASK], VALUE[MASK], OLD[MASK], float(args[1]))
         return projected(error.mean(), leaf)
     if args[0] == "gdpo":
         c, ids, rewards = Config(scale="per_reward", groups=2, filter="none"), torch.tensor([0] * 4 + [1] * 4), TASK + FORMAT
         found = group_statistics(c, [], rewards, ids)
         table = group_relative(c, found, rewards, torch.zeros(8, 1), FORMAT, ids)
         return whiten(table, torch.ones(8, 1).bool())[:, 0].tolist()
-    return our_loss(Config(aggregation=args[0], clip_high=0.28, loss_length=LENGTH))
+    return our_loss(Config(aggregation=args[0], clip_high=0.28, loss_length=LENGTH))[:2]
 
 
 def close(got, want, tolerance=1e-6):
-    torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), torch.tensor(want, dtype=torch.float64), rtol=tolerance, atol=tolerance)
+    got, want = (torch.tensor(x, dtype=torch.float64) for x in (got, want))
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -363,7 +361,8 @@ def test_soft_reweighting_counts_a_group_by_its_spread():
 
 
 def test_failures_with_worse_manners_pass_a_reward_filter_but_not_a_success_filter():
-    several = [episode(r, group=g, success=s) for r, g, s in ((0.0, 0, 0), (-0.1, 0, 0), (0.0, 0, 0), (-0.1, 0, 0), (1.0, 1, 1), (0.0, 1, 0))]
+    failed = [episode(r, group=0) for r in (0.0, -0.1, 0.0, -0.1)]
+    several = [*failed, episode(1.0, group=1, success=True), episode(0.0, group=1)]
     for metric, want in (("reward_std", [True, True]), ("success_std", [False, True])):
         got, found = estimate(several, filter="top_p", filter_value=1.0, filter_metric=metric)
         assert found.keep.tolist() == want and any(a for (a,) in got[:4]) == want[0] and got[4][0] > 0
@@ -379,7 +378,8 @@ def test_a_critic_that_knows_nothing_leaves_plain_returns():
 def test_batch_scale_is_mean_0_and_variance_1_over_the_tokens_that_train():
     several = [episode(r, group=g, tokens=n) for r, g, n in ((1.0, 0, 3), (0.0, 0, 1), (5.0, 1, 2), (5.0, 1, 2))]
     (a,), (b,), *dropped = estimate(several, scale="batch", filter="top_p", filter_value=1.0)[0]
-    assert dropped == [[0], [0]] and 3 * a + b == pytest.approx(0, abs=1e-6) and (3 * a * a + b * b) / 3 == pytest.approx(1, abs=1e-5)
+    assert dropped == [[0], [0]]
+    assert 3 * a + b == pytest.approx(0, abs=1e-6) and (3 * a * a + b * b) / 3 == pytest.approx(1, abs=1e-5)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -399,11 +399,13 @@ def test_the_table_is_what_the_papers_say_and_a_flag_that_is_given_wins():
 
 @pytest.mark.parametrize(
     "bad, key",
-    [({"group_size": 1}, "group_size"), ({"algo": "ppo", "group_size": 1}, "group_size"), ({"algo": "ppo", "scale": "std"}, "scale"),
+    [({"group_size": 1}, "group_size"), ({"algo": "ppo", "group_size": 1}, "group_size"),
+     ({"algo": "ppo", "scale": "std"}, "scale"), ({"algo": "ppo", "scale": "per_reward"}, "scale"),
      ({"baseline": "quantile", "credit": "turn"}, "credit"), ({"scale": "per_reward", "credit": "turn"}, "scale"),
      ({"bi_level": True}, "bi_level"), ({"gamma": 0.9}, "gamma"), ({"algo": "ppo", "turn_gamma": 0.9}, "turn_gamma"),
      ({"value_clip": 0.5}, "value_clip"), ({"loss_length": 9}, "loss_length"), ({"clip_low": -1.0}, "clip_low"),
-     ({"clip_high": float("nan")}, "clip_high"), ({"algo": "ppo", "lam": 1.5}, "lam"), ({"filter_eps": 0.1, "filter": "min_p"}, "filter_eps"),
+     ({"clip_high": float("nan")}, "clip_high"), ({"algo": "ppo", "lam": 1.5}, "lam"),
+     ({"filter_eps": 0.1, "filter": "min_p"}, "filter_eps"),
      ({"filter": "ragen", "filter_value": 0.5}, "filter_value"), ({"filter": "ragen", "filter_mode": "softmax"}, "filter_mode")],
 )  # fmt: skip
 def test_contradictions_are_one_line(bad, key):
@@ -449,7 +451,7 @@ def test_micro_batch_size_row_order_and_padding_change_no_gradient(model, algo, 
     from test_train import episodes, gradient
 
     found, advantage = episodes(8), wave(1.0, 0.3)[:2, :8].reshape(-1)[:8].float()
-    base = {"algo": algo, "minibatches": 1, "max_grad_norm": 1e9, "entropy_coef": 0.1, "loss_length": 20 if algo == "dr_grpo" else 0}
+    base = {"algo": algo, "minibatches": 1, "max_grad_norm": 1e9, "entropy_coef": 0.1, "loss_length": 20}
     want, _ = gradient(model, found, range(8), advantage, Config(**base, micro_batch=8))
     for size in (1, 3):
         got, _ = gradient(model, found, range(8), advantage, Config(**base, micro_batch=size))
@@ -526,9 +528,9 @@ def test_a_step_without_a_kept_group_changes_no_weight_and_no_moment(algo, tmp_p
         return episodes
 
     monkeypatch.setattr(rollouts, "rollout", flat_after_the_first)
-    train.main(["--env", "frozen_lake", "--algo", algo, "--steps", "3", "--groups", "3", "--group_size", "4", "--max_turns", "2",
-                "--max_tokens", "24", "--final_episodes", "2", "--eval_every", "0", "--save_every", "1", "--keep", "3", "--mi_every", "0",
-                "--weight_decay", "0.1", "--beta", "0.1", "--entropy_coef", "0.1", "--format_penalty", "-0.5", "--out", str(tmp_path / "run")])  # fmt: skip
+    small = "--env frozen_lake --steps 3 --groups 3 --group_size 4 --max_turns 2 --max_tokens 24 --final_episodes 2 --eval_every 0 "
+    small += "--save_every 1 --keep 3 --mi_every 0 --weight_decay 0.1 --beta 0.1 --entropy_coef 0.1 --format_penalty=-0.5"
+    train.main([*small.split(), "--algo", algo, "--out", str(tmp_path / "run")])
     lines = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines] == [0, 1, 1] and lines[0]["grad_norm"] > 0 and lines[0]["lr"] == lines[2]["lr"]
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", *(["critic.pt"] if algo == "ppo" else [])):
