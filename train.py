@@ -69,6 +69,7 @@ class Config:
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
     kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
+    reward_noise: float = flag(0.0, "std of noise added to an episode's reward before advantages and filter, to see what it breaks")
     # SNR filter
     filter: Literal["none", "top_p", "top_k", "top_k_abs", "min_p"] = flag("top_p", "which groups train", "rollout_filter_strategy")
     filter_value: float = flag(0.9, "share (top_p, top_k, min_p) or number (top_k_abs) of groups", "rollout_filter_value")
@@ -80,6 +81,9 @@ class Config:
     )
     # what is measured, and where it goes
     mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
+    grad_every: int = flag(
+        0, "steps between measurements of the gradients by reward variance; 0: never", "trainer.gradient_analysis_every"
+    )
     eval_every: int = flag(8, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
     eval_episodes: int = flag(0, "episodes of such an evaluation; 0: as many as a step has", "es_manager.val.env_groups")
     final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
@@ -107,10 +111,11 @@ def check(c: Config):
     for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
-    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "eval_every", "save_every",
-                "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout"):  # fmt: skip
-        if getattr(c, key) < 0:
-            raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
+    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "grad_every", "eval_every",
+                "save_every", "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout",
+                "reward_noise"):  # fmt: skip
+        if not 0 <= getattr(c, key) < math.inf:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 or more")
     for key in ("lr", "temperature", "max_grad_norm", "clip_low", "clip_high"):
         if not 0 < getattr(c, key) < math.inf:
             raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
@@ -261,7 +266,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import checkpoint, collapse, faults, metrics
+    from nanoragen import checkpoint, collapse, faults, gradients, metrics
     from nanoragen import model as models
     from nanoragen.batch import make_batch, micro_batches
     from nanoragen.envs.base import eval_seeds, train_seeds
@@ -354,9 +359,11 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
         # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
-        rewards = torch.tensor([e.reward for e in episodes], device=model.device)  # [B]
+        noise = c.reward_noise * np.random.default_rng([c.seed, step, 1]).standard_normal(len(episodes))
+        rewards = torch.tensor([e.reward + x for e, x in zip(episodes, noise)], dtype=torch.float32, device=model.device)  # [B]
+        ids = torch.tensor(group, device=model.device)
         found = group_advantages(
-            rewards, torch.tensor(group, device=model.device), scale="std", filter=c.filter, filter_value=c.filter_value,
+            rewards, ids, scale="std", filter=c.filter, filter_value=c.filter_value,
             filter_mode=c.filter_mode, filter_metric=c.filter_metric, include_zero=c.filter_include_zero or c.filter == "none", num_groups=c.groups,
         )  # fmt: skip
         keep = found.keep.tolist()
@@ -365,6 +372,13 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         line["rollout/zero_variance_ratio"] = (found.score == 0).float().mean().item()
         line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
         line["rollout/kept_groups"] = sum(keep)
+
+        if c.grad_every and (step - 1) % c.grad_every == 0:
+            phase("gradients")
+            begun, every = time.perf_counter(), group_advantages(rewards, ids, scale="std", num_groups=c.groups)  # no filter
+            pad = tokenizer.pad_token_id
+            line.update(gradients.by_bucket(model, reference, episodes, group, every, c, pad, score, policy_loss))
+            line["time/gradients"] = time.perf_counter() - begun
 
         # 4. and 5. loss and update
         if len(kept_rows):
