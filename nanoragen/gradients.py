@@ -68,48 +68,42 @@ def by_bucket(model, reference, episodes, group, every, c, pad_id, score, policy
         bucket = [names[i] for i in bucket]
         halves = [[row for g in bucket for row in members[g][half::2]] for half in (0, 1)]
         grads = gradients(model, reference, batch, halves, every.advantages, c, score, policy_loss)
-        norms = {"task": norm(add(*grads["task"])), "entropy": norm(grads["entropy"])}
+        norms = {"task": norm(add(grads["a"], grads["b"])), "entropy": norm(grads["entropy"])}
         if reference is not None:
             norms["kl"] = norm(grads["kl"])
         if all(halves):
-            norms["snr"] = signal_to_noise(*grads["task"], *map(len, halves))
+            norms["snr"] = signal_to_noise(grads["a"], grads["b"], *map(len, halves))
         norms.update(groups=len(bucket), std_min=std[bucket[0]], std_max=std[bucket[-1]])
         found.update({f"grad_norm/{n}/{k}": v for k, v in norms.items()})
     return found
 
 
-def gradients(model, reference, batch, halves, advantage, c, score, policy_loss) -> dict:
+def gradients(model, reference, batch, halves, advantage, c, score, policy_loss) -> dict[str, list]:
     """Gradients of the parts of policy_loss, mean over the episodes of both halves of the mean over each one's tokens.
 
-    halves: two lists of rows of the batch; advantage [B]. Returns {"task": [of each half's terms], "entropy": ..., "kl": ...},
-    each gradient a list of tensors, one a trained parameter; the task's two add up to the whole's.
+    halves: two lists of rows of the batch; advantage [B]. Returns "a" and "b", each half's terms of the task gradient (it is
+    their sum), "entropy" and "kl": lists of tensors, one a trained parameter.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     length = batch.mask[:, 1:].sum(1)  # sampled tokens of each episode [B]
-    zeros = [torch.zeros_like(p) for p in parameters]
-    found = {"task": [zeros, zeros], "entropy": zeros, "kl": zeros}
-    task, entropy_only, kl_only = (replace(c, entropy_coef=e, beta=b) for e, b in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)))
-    for half, these in enumerate(halves):
+    task_only, entropy_only, kl_only = (replace(c, entropy_coef=e, beta=b) for e, b in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)))
+    found = {part: [torch.zeros_like(p) for p in parameters] for part in ("a", "b", "entropy", "kl")}
+    for half, these in zip("ab", halves):
         for rows in micro_batches(batch, torch.tensor(these, dtype=torch.long), c.micro_batch) if these else []:
-            ref = None
-            if reference is not None:  # same rows, same padding: equal models give equal bits
-                with torch.no_grad(), autocast(model.device, c.dtype):
-                    ref, _, _ = score(reference, batch, rows, c.temperature)
             with autocast(model.device, c.dtype):
                 logprob, entropy, row = score(model, batch, rows, c.temperature)
             episode = rows.to(model.device)[row]  # [P]
             weight = 1.0 / (length[episode].to(logprob.dtype) * sum(map(len, halves)))
-            now, none = logprob.detach(), torch.zeros_like(logprob)  # ratio 1; advantage 0
-
-            def gradient(settings, advantage, ref, more):
-                loss, _ = policy_loss(logprob, now, advantage, weight, entropy, ref, settings)
-                part = torch.autograd.grad(loss, parameters, retain_graph=more, allow_unused=True)
-                return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, part)]
-
-            found["task"][half] = add(found["task"][half], gradient(task, advantage[episode], None, True))
-            found["entropy"] = add(found["entropy"], gradient(entropy_only, none, None, ref is not None))
-            if ref is not None:
-                found["kl"] = add(found["kl"], gradient(kl_only, none, ref, False))
+            now, none = logprob.detach(), torch.zeros_like(logprob)  # ratio 1, advantage 0
+            parts = {half: (advantage[episode], None, task_only), "entropy": (none, None, entropy_only)}
+            if reference is not None:  # same rows, same padding: equal models give equal bits
+                with torch.no_grad(), autocast(model.device, c.dtype):
+                    parts["kl"] = none, score(reference, batch, rows, c.temperature)[0], kl_only
+            for part, (a, ref, settings) in parts.items():
+                loss, _ = policy_loss(logprob, now, a, weight, entropy, ref, settings)
+                last = part == list(parts)[-1]
+                grads = torch.autograd.grad(loss, parameters, retain_graph=not last, allow_unused=True)
+                found[part] = [x if g is None else x + g for x, g in zip(found[part], grads)]
     return found
 
 

@@ -115,7 +115,7 @@ def test_buckets_add_up_to_the_whole(setting):
         rows = [r for r, g in enumerate(group) if g in groups]
         halves = [rows[::2], rows[1::2]]
         found = gradients(model, reference, batch, halves, every.advantages, config(), train.score, train.policy_loss)
-        flat = {"task": add(*found["task"]), "entropy": found["entropy"], "kl": found["kl"]}
+        flat = {"task": add(found["a"], found["b"]), "entropy": found["entropy"], "kl": found["kl"]}
         return {k: len(rows) / len(group) * torch.cat([g.flatten() for g in v]) for k, v in flat.items()}
 
     split = [parts(groups) for groups in ((0, 3), (1,), (2, 4, 5, 6))]
@@ -139,7 +139,7 @@ def test_micro_batches_change_nothing_and_empty_episodes_are_nobody(setting):
 
 
 def test_nothing_is_touched(setting):
-    model, reference, episodes, group, every = setting
+    model, reference, *_ = setting
     for i, p in enumerate(model.parameters()):
         p.grad = None if i % 2 else torch.full_like(p, 3.0)
     before = [p.clone() for p in model.parameters()], [p.grad for p in model.parameters()]
