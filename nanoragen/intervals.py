@@ -9,6 +9,7 @@ import numpy as np
 
 from nanoragen.metrics import Z95
 
+
 def ranks(x) -> np.ndarray:
     """1 for the smallest; equal values share the mean of their ranks."""
     _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)

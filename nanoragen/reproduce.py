@@ -207,9 +207,7 @@ def analyse(runs: list[dict]) -> dict:
     ):
         claim(text, statistic(table) if len(rows) else math.nan, *bootstrap(statistic, table), len(rows), judged=judged)
 
-    by_name = {r["name"]: r for r in runs}
-    pairs = [(r, by_name.get("none" + r["name"].removeprefix("top_p"))) for r in runs if r["filter"] == "top_p"]
-    pairs = [(a, b) for a, b in pairs if b]
+    pairs = paired(runs)
     for text, key, unit in (("the filter raises held-out success", "success", "points"), ("the filter keeps more MI", "mi", "nats")):
         scale = 100 if unit == "points" else 1
         value, *around = t_interval([scale * (a[key] - b[key]) for a, b in pairs if math.isfinite(a[key] - b[key])])
@@ -232,6 +230,13 @@ def analyse(runs: list[dict]) -> dict:
     return {"claims": claims, "collapsed": names, "buckets": pooled([r["buckets"] for r in clean])}
 
 
+def paired(runs: list[dict]) -> list[tuple[dict, dict]]:
+    """(run with the filter, run without): the same intervention and seed."""
+    without = {(r["intervention"], r["seed"]): r for r in runs if r["filter"] == "none"}
+    keyed = [(r, without.get((r["intervention"], r["seed"]))) for r in runs if r["filter"] != "none"]
+    return [(a, b) for a, b in keyed if b]
+
+
 def pooled(runs: list[list[dict]]) -> list[dict]:
     """Buckets averaged over runs; snr from the mean signal and the mean noise, which averages better than ratios do."""
     found = []
@@ -239,7 +244,7 @@ def pooled(runs: list[list[dict]]) -> list[dict]:
         here = [b[n] for b in runs if len(b) > n]
         one = {k: mean(b[k] for b in here if math.isfinite(b[k])) for k in here[0]}
         power, noise = one.pop("power"), one.pop("noise")
-        found.append({**one, "snr": (power - noise) / noise if noise > 0 else 0.0})
+        found.append({**one, "snr": (power - noise) / noise if noise else 0.0})
     return found
 
 
@@ -331,10 +336,9 @@ def figures(results: dict) -> dict[str, str]:
     for key, label in (("mi", "MI (nats)"), ("entropy", "H(Z|X) (nats a token)")):
         series = {k: [(r[key], r["success"]) for r in runs if r["intervention"].split("_")[0] == k] for k in kinds}
         found[f"{key}.svg"] = svg(series, f"Final {label} and success, one point a run", label, "held-out success")
-    of = {r["name"]: r["success"] for r in runs}
-    pairs = {k: [(of["none" + n[5:]], s) for n, s in of.items() if n.startswith(f"top_p-{k}") and "none" + n[5:] in of] for k in kinds}
+    pairs = {k: [(b["success"], a["success"]) for a, b in paired(runs) if a["intervention"].split("_")[0] == k] for k in kinds}
     found["filter.svg"] = svg(pairs, "Success with and without the filter", "no filter", "top-p 0.9", diagonal=True)
-    norms = {p: [(float(n), b[p]) for n, b in enumerate(results["buckets"]) if b[p] is not None] for p in ("task", "entropy", "kl")}
+    norms = {p: [(float(n), b[p]) for n, b in enumerate(results["buckets"])] for p in ("task", "entropy", "kl")}
     found["gradients.svg"] = svg(norms, "Gradient norms by reward variance", "bucket of in-group reward std", "norm", lines=True)
     return found
 
