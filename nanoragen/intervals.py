@@ -33,22 +33,23 @@ def bootstrap(statistic, rows, resamples=4000, seed=0) -> tuple[float, float]:
     return (float(np.quantile(values, 0.025)), float(np.quantile(values, 0.975))) if values else (math.nan, math.nan)
 
 
-# two-sided 95% quantiles of Student's t for 1 to 10 degrees of freedom
-T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139)
+# two-sided 95% quantiles of Student's t for 2 to 10 degrees of freedom
+T95 = (4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139)
 
 
 def t95(df: int) -> float:
-    """Above 10 degrees of freedom: the expansion around the normal quantile (Abramowitz & Stegun 26.7.5), right to 1e-4."""
-    if df <= len(T95):
-        return T95[df - 1]
-    z = Z95
-    return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    """df: 2 or more. Above 10: the expansion around the normal quantile (Abramowitz & Stegun 26.7.5), right to 2e-4."""
+    if df <= 10:
+        return T95[df - 2]
+    z, n = Z95, 4 * df
+    terms = (z**3 + z) / n, (5 * z**5 + 16 * z**3 + 3 * z) / (6 * n**2), (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (6 * n**3)
+    return z + sum(terms)
 
 
 def t_interval(values) -> tuple[float, float, float]:
-    """(mean, low, high): 95% interval of the mean of independent values; NaN bounds for fewer than two."""
+    """(mean, low, high): 95% interval of the mean of independent values; NaN bounds for fewer than three."""
     x = np.asarray(values, dtype=float)
-    if len(x) < 2:
+    if len(x) < 3:
         return (float(x.mean()) if len(x) else math.nan), math.nan, math.nan
     half = t95(len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
     return float(x.mean()), float(x.mean() - half), float(x.mean() + half)
