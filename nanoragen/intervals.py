@@ -23,7 +23,7 @@ def spearman(x, y) -> float:
     return float(x @ y / scale) if scale else math.nan
 
 
-def bootstrap(statistic, rows, resamples=4000, seed=0) -> tuple[float, float]:
+def bootstrap(statistic, rows, resamples=2000, seed=0) -> tuple[float, float]:
     """95% percentile interval of statistic(rows) [n, ...], rows drawn with replacement. NaN for fewer than 5 rows."""
     rows, rng = np.asarray(rows, dtype=float), np.random.default_rng(seed)
     if len(rows) < 5:

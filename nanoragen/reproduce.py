@@ -39,8 +39,8 @@ ROOT = Path(metrics.__file__).resolve().parent.parent
 FIRST_TURN = "collapse_first_turn_sample/"
 FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_value": 0.9}}
 COMMON = {"env": "frozen_lake", "early_stop": "none", "eval_every": 0, "keep": 1}  # all runs as long as each other
-QUICK = {"steps": 12, "groups": 8, "group_size": 8, "final_episodes": 128, "grad_every": 4, "save_every": 6}
-FULL = {"steps": 40, "groups": 16, "group_size": 8, "final_episodes": 256, "grad_every": 8, "save_every": 10}
+QUICK = {"steps": 12, "groups": 6, "group_size": 8, "final_episodes": 128, "grad_every": 6, "save_every": 6}
+FULL = {"steps": 32, "groups": 16, "group_size": 8, "final_episodes": 256, "grad_every": 8, "save_every": 8}
 STRENGTHS = {"kl": ("beta", (0.1, 0.01, 1.0)), "entropy": ("entropy_coef", (0.03, 0.003, 0.1)), "noise": ("reward_noise", (1.0, 0.3, 3.0))}
 
 

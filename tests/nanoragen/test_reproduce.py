@@ -25,7 +25,7 @@ if "--steps" in args:
     settings = {k[2:]: int(v) if v.isdigit() else v for k, v in args.items()}
     json.dump(settings, open(os.path.join(out, "config.json"), "w"))
 steps = json.load(open(os.path.join(out, "config.json")))["steps"]
-assert os.environ["OMP_NUM_THREADS"] == "1"
+assert os.environ["OMP_NUM_THREADS"] == "1" and os.getsid(0) == os.getpid()  # a Ctrl-C at the terminal does not reach it
 if "bad" in out:
     sys.exit("no such luck")
 def stop(*_):
