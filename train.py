@@ -107,6 +107,7 @@ class Config:
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
     kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
+    reward_noise: float = flag(0.0, "std of noise added to an episode's reward before advantages and filter, to see what it breaks")
     # SNR filter
     filter: Literal["none", "ragen", "top_p", "top_k", "top_k_abs", "min_p"] = flag(
         "top_p", "which groups train; ragen: as in the paper's runs", "rollout_filter_strategy"
@@ -123,6 +124,9 @@ class Config:
     )
     # what is measured, and where it goes
     mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
+    grad_every: int = flag(
+        0, "steps between measurements of the gradients by reward variance; 0: never", "trainer.gradient_analysis_every"
+    )
     eval_every: int = flag(8, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
     eval_episodes: int = flag(0, "episodes of such an evaluation; 0: as many as a step has", "es_manager.val.env_groups")
     final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
@@ -303,13 +307,14 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import advantages, checkpoint, collapse, faults, metrics, report
+    from nanoragen import advantages, checkpoint, collapse, faults, gradients, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch
     from nanoragen.critic import Critic
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
+    from nanoragen.kernels.advantage import group_advantages
     from nanoragen.rollout import Sampling, rollout
     from nanoragen.stop import early_stop
 
@@ -405,7 +410,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
 
         # 3. advantages against the group or the critic; the filter keeps the groups with signal
         ids = torch.tensor(group, device=model.device)  # [B]
-        rewards = torch.tensor([e.reward for e in episodes], device=model.device)  # [B]
+        noise = c.reward_noise * np.random.default_rng([c.seed, step, 1]).standard_normal(len(episodes))
+        rewards = torch.tensor([e.reward + x for e, x in zip(episodes, noise)], dtype=torch.float32, device=model.device)  # [B]
         found = advantages.group_statistics(c, episodes, rewards, ids)
         keep = found.keep.tolist()
         kept_rows = torch.tensor([i for i, e in enumerate(episodes) if keep[group[i]] and e.num_tokens], dtype=torch.long)
@@ -413,6 +419,13 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         line["rollout/zero_variance_ratio"] = (found.std == 0).float().mean().item()  # advantage collapse rate, arXiv 2605.21125
         line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
         line["rollout/kept_groups"] = sum(keep)
+
+        if c.grad_every and (step - 1) % c.grad_every == 0:
+            phase("gradients")
+            begun, every = time.perf_counter(), group_advantages(rewards, ids, scale="std", num_groups=c.groups)  # no filter
+            pad = tokenizer.pad_token_id
+            line.update(gradients.by_bucket(model, reference, episodes, group, every, c, pad, score, policy_loss))
+            line["time/gradients"] = time.perf_counter() - begun
 
         credited = torch.zeros(len(episodes))  # mean over an episode's tokens, for the log
         if len(kept_rows):

@@ -1,0 +1,207 @@
+"""Gradient norms by reward variance: against autograd on each bucket's own loss in float64, and without a trace in the run."""
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import byte_tokenizer, tiny_model
+from safetensors.torch import load_file
+
+from nanoragen.batch import make_batch
+from nanoragen.gradients import add, buckets, by_bucket, gradients, norm, signal_to_noise
+from nanoragen.kernels.advantage import group_advantages
+from nanoragen.rollout import Episode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+import train  # noqa: E402
+
+GROUPS, SIZE, TEMPERATURE = 7, 4, 0.7
+CLOCK = ("time/", "step_time", "tokens_per_second")
+
+
+def uneven_episodes():
+    rng, found = np.random.default_rng(0), []
+    for i in range(GROUPS * SIZE):
+        n = 4 + i % 3 + int(rng.integers(1, 9))
+        mask = [0] * (4 + i % 3) + [1] * (n - 4 - i % 3) + [0, 0, 1]
+        found.append(Episode("x", 0, i // SIZE, rng.integers(10, 200, len(mask)).tolist(), mask))
+    return found
+
+
+def tiny(seed):
+    return tiny_model(byte_tokenizer(), "gpt2", seed=seed).double()  # Llama's and Qwen's norms would round to float32
+
+
+@pytest.fixture(scope="module")
+def setting():
+    """Seven groups, two of them without variance; a policy and another model as reference, all in float64."""
+    model, reference = tiny(0), tiny(1).requires_grad_(False)
+    rewards = torch.randn(GROUPS, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards *= torch.tensor([3.0, 0, 1, 0.5, 0, 2, 4])[:, None]
+    group = torch.arange(GROUPS).repeat_interleave(SIZE)
+    every = group_advantages(rewards.flatten(), group, num_groups=GROUPS)
+    return model, reference, uneven_episodes(), group.tolist(), every
+
+
+def config(**more):
+    return train.Config(temperature=TEMPERATURE, micro_batch=3, beta=0.3, entropy_coef=0.2, **more)  # neither coefficient counts
+
+
+def measure(model, reference, episodes, group, every, c=None):
+    return by_bucket(model, reference, episodes, group, every, c or config(), 0, train.score, train.policy_loss)
+
+
+def plain_losses(model, reference, episodes, advantages, kind):
+    """The three losses from their definitions: one unpadded episode after the other, softmax written out."""
+    task = entropy = kl = 0.0
+    for e, a in zip(episodes, advantages):
+        ids, at = torch.tensor([e.ids]), [t for t in range(1, len(e.ids)) if e.mask[t]]
+        tables = [torch.log_softmax(m(ids).logits[0] / TEMPERATURE, -1)[[t - 1 for t in at]] for m in (model, reference)]
+        own, ref = (table[range(len(at)), ids[0, at]] for table in tables)
+        task = task - a * own.mean() / len(episodes)
+        entropy = entropy + (tables[0].exp() * tables[0]).sum(-1).mean() / len(episodes)
+        each = {"k1": own - ref, "k2": (own - ref).square() / 2, "k3": (ref - own).exp() - (ref - own) - 1}[kind]
+        kl = kl + each.mean() / len(episodes)
+    return {"task": task, "entropy": entropy, "kl": kl}
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_norms_are_those_of_autograd_on_each_buckets_loss(setting, kind):
+    model, reference, episodes, group, every = setting
+    found = measure(*setting, config(kl=kind))
+    assert [found[f"grad_norm/{n}/groups"] for n in range(6)] == [1, 1, 1, 1, 1, 2] and sum("/task" in k for k in found) == 6
+    order = sorted(range(GROUPS), key=lambda g: (every.std[g].item(), g))
+    for n, members in enumerate([[g] for g in order[:5]] + [order[5:]]):
+        rows = [r for r, g in enumerate(group) if g in members]
+        losses = plain_losses(model, reference, [episodes[r] for r in rows], every.advantages[rows], kind)
+        for name, loss in losses.items():
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            want = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+            assert found[f"grad_norm/{n}/{name}"] == pytest.approx(want, rel=1e-9, abs=1e-15), (n, name)
+        assert found[f"grad_norm/{n}/std_min"] == min(every.std[g].item() for g in members)
+        assert found[f"grad_norm/{n}/std_max"] == max(every.std[g].item() for g in members)
+    model.zero_grad()
+
+
+def test_groups_without_variance_have_no_task_gradient_and_regularisers_do(setting):
+    found = measure(*setting)
+    for n in (0, 1):  # the two groups of equal rewards
+        assert found[f"grad_norm/{n}/std_max"] == 0 and found[f"grad_norm/{n}/task"] == 0 and found[f"grad_norm/{n}/snr"] == 0
+        assert found[f"grad_norm/{n}/entropy"] > 1e-3 and found[f"grad_norm/{n}/kl"] > 1e-3
+    assert all(found[f"grad_norm/{n}/task"] > 1e-3 for n in range(2, 6))
+
+
+def test_a_reference_equal_to_the_policy_pulls_nowhere_and_none_is_left_out(setting):
+    model, _, *rest = setting
+    same = tiny(0)
+    for kind in ("k2", "k3"):
+        found = measure(model, same, *rest, config(kl=kind))
+        assert [found[f"grad_norm/{n}/kl"] for n in range(6)] == [0.0] * 6
+    without = measure(model, None, *rest)
+    assert without == {k: v for k, v in measure(*setting).items() if not k.endswith("/kl")}
+
+
+def test_buckets_add_up_to_the_whole(setting):
+    model, reference, episodes, group, every = setting
+    batch = make_batch(episodes, 0)
+
+    def parts(groups):
+        rows = [r for r, g in enumerate(group) if g in groups]
+        halves = [rows[::2], rows[1::2]]
+        found = gradients(model, reference, batch, halves, every.advantages, config(), train.score, train.policy_loss)
+        flat = {"task": add(found["a"], found["b"]), "entropy": found["entropy"], "kl": found["kl"]}
+        return {k: len(rows) / len(group) * torch.cat([g.flatten() for g in v]) for k, v in flat.items()}
+
+    split = [parts(groups) for groups in ((0, 3), (1,), (2, 4, 5, 6))]
+    for name, whole in parts(range(GROUPS)).items():
+        assert (sum(part[name] for part in split) - whole).norm() < 1e-12 * whole.norm()
+
+
+def test_micro_batches_change_nothing_and_empty_episodes_are_nobody(setting):
+    model, reference, episodes, group, every = setting
+    found = measure(*setting)
+    assert measure(*setting, config()) == found
+    other = measure(model, reference, episodes, group, every, train.Config(temperature=TEMPERATURE, micro_batch=50))
+    assert all(other[k] == pytest.approx(v, rel=1e-9) for k, v in found.items())
+    more = group_advantages(torch.randn(GROUPS * SIZE + 1), torch.tensor([*group, 3]), num_groups=GROUPS)
+    more.advantages[: GROUPS * SIZE], more.std[:] = every.advantages, every.std
+    empty = Episode("x", 0, 3, [11, 12], [0, 0])
+    found = {k: v for k, v in found.items() if not k.endswith("std_min") and not k.endswith("std_max")}
+    with_empty = measure(model, reference, [*episodes, empty], [*group, 3], more)
+    assert all(with_empty[k] == pytest.approx(v, rel=1e-5) for k, v in found.items())  # advantages are float32 here
+    assert measure(model, reference, [empty], [3], more) == {}
+
+
+def test_nothing_is_touched(setting):
+    model, reference, *_ = setting
+    for i, p in enumerate(model.parameters()):
+        p.grad = None if i % 2 else torch.full_like(p, 3.0)
+    before = [p.clone() for p in model.parameters()], [p.grad for p in model.parameters()]
+    states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    measure(*setting)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters()))
+    for i, (grad, p) in enumerate(zip(before[1], model.parameters())):
+        assert p.grad is grad and (grad is None or (grad == 3).all()) and p.requires_grad
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1:] == (random.getstate(), repr(np.random.get_state()))
+    assert not any(p.requires_grad or p.grad is not None for p in reference.parameters())
+    model.zero_grad()
+
+
+def test_a_run_that_measures_is_the_run_that_does_not(tmp_path):
+    """Every other number of the log, the episodes, the weights and the moments, bit for bit."""
+    small = ["--env", "frozen_lake", "--steps", "2", "--groups", "4", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
+             "--final_episodes", "2", "--eval_every", "0", "--beta", "0.1", "--entropy_coef", "0.01"]  # fmt: skip
+    lines = {}
+    for every in ("0", "1"):
+        train.main([*small, "--grad_every", every, "--out", str(tmp_path / every)])
+        text = (tmp_path / every / "metrics.jsonl").read_text()
+        lines[every] = [{k: v for k, v in json.loads(x).items() if not k.startswith(CLOCK)} for x in text.splitlines()]
+    for line, measured in zip(lines["0"], lines["1"]):
+        assert {f"grad_norm/{n}/{p}" for n in range(4) for p in ("task", "entropy", "kl", "snr")} <= measured.keys()
+        assert line == {k: v for k, v in measured.items() if not k.startswith("grad_norm/")} and line["grad_norm"] >= 0
+    assert [lines["1"][0][f"grad_norm/{n}/kl"] for n in range(4)] == [0] * 4 and lines["1"][1]["grad_norm/0/kl"] > 0
+    a, b = (tmp_path / every / "step_000002" for every in ("0", "1"))
+    assert (a.parent / "rollouts.jsonl").read_bytes() == (b.parent / "rollouts.jsonl").read_bytes()
+    moments = [torch.load(run / "optimizer.pt", weights_only=True)["state"] for run in (a, b)]
+    assert all(torch.equal(x[k], y[k]) for x, y in zip(moments[0].values(), moments[1].values()) for k in x)
+    weights = [load_file(run / "model.safetensors") for run in (a, b)]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+
+
+@pytest.mark.parametrize(
+    "std, want",
+    [([0.3, 0.1, 0.2], [[1], [2], [0]]), ([0.0] * 8, [[0], [1], [2, 3], [4], [5], [6, 7]]), ([], []), ([1.0], [[0]]),
+     ([5.0, 4, 3, 2, 1, 0, 5, 4, 3, 2, 1, 0], [[5, 11], [4, 10], [3, 9], [2, 8], [1, 7], [0, 6]])],
+)  # fmt: skip
+def test_buckets(std, want):
+    assert buckets(std) == want
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_signal_and_noise_of_a_bandit_by_enumeration(K):
+    """All K-tuples of a softmax policy over three arms: the expected noise and signal of the docstring, to rounding."""
+    p, reward = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([1.0, 0.0, 0.4], dtype=torch.float64)
+    score = torch.eye(3, dtype=torch.float64) - p  # d log p(arm) / d logits
+    task = (p * reward) @ score  # the exact gradient of the expected reward
+    for baseline in (False, True):
+        noise = power = 0.0
+        mean = torch.zeros(3, dtype=torch.float64)
+        for arms in itertools.product(range(3), repeat=K):
+            chance, r = p[list(arms)].prod().item(), reward[list(arms)]
+            terms = (r - r.mean() * baseline)[:, None] * score[list(arms)] / K
+            a, b = [terms[::2].sum(0)], [terms[1::2].sum(0)]
+            g2, snr = norm(add(a, b)) ** 2, signal_to_noise(a, b, K // 2, K // 2)
+            noise += chance * (g2 / (1 + snr) if snr != float("inf") else 0.0)
+            power += chance * g2
+            mean += chance * (a[0] + b[0])
+        signal, truth = power - noise, task.square().sum().item()
+        if baseline:
+            assert signal == pytest.approx(((1 - 1 / K) ** 2 + 1 / K**2) * truth) and mean.tolist() == pytest.approx(((1 - 1 / K) * task).tolist())
+        else:
+            assert signal == pytest.approx(truth) and noise == pytest.approx(power - truth)
