@@ -60,6 +60,7 @@ def token_advantages(c, found, episodes, rewards, ids, batch, rows, value=None):
     """
     mask, returns, turns = torch.zeros_like(batch.mask), None, turn_rewards(episodes, rewards.device)
     mask[rows] = batch.mask[rows]
+    turns = turns + _all_at_the_end(rewards - turns.sum(1), batch.turn, turns.shape[1])  # --reward_noise comes with the last turn
     if c.baseline == "critic":
         if c.credit == "episode":
             turns = _all_at_the_end(rewards, batch.turn, turns.shape[1])
@@ -100,7 +101,8 @@ def group_relative(c, found, rewards, turns, penalties, ids) -> torch.Tensor:
     advantage = found.advantages[:, None]
     if c.scale == "per_reward":
         live = found.keep  # the two may vary where their sum does not
-        advantage = sum(group_advantages(r, ids, num_groups=G).advantages for r in (rewards - penalties, penalties))[:, None]
+        task = torch.round(rewards - penalties, decimals=5)  # so that equal ones stay exactly equal
+        advantage = sum(group_advantages(r, ids, num_groups=G).advantages for r in (task, penalties))[:, None]
     elif c.credit == "turn":
         N = turns.shape[1]
         togo = turns.flip(1).cumsum(1).flip(1)

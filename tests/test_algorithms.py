@@ -305,12 +305,12 @@ def episode(*rewards, tokens=2, parsed=(), group=0, success=False):
     return Episode("x", 0, group, ids, mask, turns, success=success)
 
 
-def estimate(episodes, value=None, **settings):
-    """(advantage of every turn of every episode, rows' raw tables) under some settings, groups as the episodes say."""
+def estimate(episodes, value=None, noise=0.0, **settings):
+    """(advantage of every turn of every episode, GroupAdvantages) under some settings, groups as the episodes say."""
     ids = torch.tensor([e.group for e in episodes])
     c = Config(**{"groups": int(ids.max()) + 1, "filter": "none", **settings})
     check(c)
-    rewards, batch = torch.tensor([e.reward for e in episodes]), make_batch(episodes, 0)
+    rewards, batch = torch.tensor([e.reward for e in episodes]) + torch.tensor(noise), make_batch(episodes, 0)
     found = group_statistics(c, episodes, rewards, ids)
     rows = torch.tensor([i for i, e in enumerate(episodes) if found.keep[e.group] and e.num_tokens], dtype=torch.long)
     tokens, returns = token_advantages(c, found, episodes, rewards, ids, batch, rows, value)
@@ -351,6 +351,13 @@ def test_at_the_first_turn_credit_by_turn_is_credit_by_episode():
     assert [t[0] for t in turn] == pytest.approx([w[0] for w in whole], abs=1e-6)
 
 
+def test_noise_on_the_reward_of_an_episode_comes_with_its_last_turn():
+    pair, noise = [episode(1.0, 2.0), episode(0.5)], [0.5, -0.25]
+    got, _ = estimate(pair, noise=noise, scale="none", credit="turn")
+    want, _ = estimate([episode(1.0, 2.5), episode(0.25)], scale="none", credit="turn")
+    assert got[0] == pytest.approx(want[0]) and got[1] == pytest.approx(want[1])
+
+
 def test_equal_returns_earned_at_different_times_are_no_signal():
     got, found = estimate([episode(1.0, 0.0), episode(0.0, 1.0)], credit="turn")
     assert found.std.item() == 0 and got == [[0, 0], [0, 0]]
@@ -379,6 +386,12 @@ def test_per_reward_normalisation_sees_what_the_sum_hides():
     want = sum((r - r.mean()) / (r.std() + 1e-6) for r in (task, manners))
     want = (want - want.mean()) / want.repeat(2).std()  # over tokens, of which each has two
     assert [a for (a,) in got] == pytest.approx(want.tolist(), abs=1e-5)
+
+
+def test_per_reward_normalisation_of_equal_task_rewards_is_the_format_alone():
+    """0.3 each for the task, all but exactly: what rounding leaves is not blown up by a std next to 0."""
+    got, _ = estimate([episode(0.1, 0.2), episode(0.3), episode(0.3, -0.1, parsed=(1,))], scale="per_reward")
+    assert got[0][0] == pytest.approx(got[1][0], abs=1e-6) and got[2][0] < 0 < got[0][0]
 
 
 def test_soft_reweighting_counts_a_group_by_its_spread():
