@@ -202,6 +202,8 @@ def test_signal_and_noise_of_a_bandit_by_enumeration(K):
             mean += chance * (a[0] + b[0])
         signal, truth = power - noise, task.square().sum().item()
         if baseline:
-            assert signal == pytest.approx(((1 - 1 / K) ** 2 + 1 / K**2) * truth) and mean.tolist() == pytest.approx(((1 - 1 / K) * task).tolist())
+            assert signal == pytest.approx(((1 - 1 / K) ** 2 + 1 / K**2) * truth) and mean.tolist() == pytest.approx(
+                ((1 - 1 / K) * task).tolist()
+            )
         else:
             assert signal == pytest.approx(truth) and noise == pytest.approx(power - truth)
