@@ -276,7 +276,7 @@ def markdown(results: dict) -> str:
     out += ["", "Template collapse that entropy does not see: " + (", ".join(lost) if lost else "there was no such run") + "."]
     if results["unfinished"]:
         out += ["", f"Not finished, and not in any figure: {', '.join(results['unfinished'])}."]
-    out += ["", "| filter | intervention | seeds | held-out success (range) | MI, first → final | H(Z\\|X), first → final | s a step | kept |",
+    out += ["", "| filter | intervention | seeds | success (range) | MI, first → final | H(Z\\|X), first → final | s a step | kept |",
             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for filter, intervention in dict.fromkeys((r["filter"], r["intervention"]) for r in sorted(runs, key=lambda r: r["filter"])):
         these = [r for r in runs if (r["filter"], r["intervention"]) == (filter, intervention)]
