@@ -9,37 +9,75 @@ One step, in the order of the code below (RAGEN-2, arXiv 2604.06268):
 
     1. rollouts      G prompts, K episodes each; the sampler hands over ids and mask         nanoragen/rollout.py
     2. diagnosis     does the reasoning Z still tell the prompts X apart? I(X; Z), H(Z|X)    nanoragen/collapse.py
-    3. advantages    (r - mean) / (std + 1e-6) in each group; groups without reward          kernels/advantage.py
-                     variance carry no signal, only noise: the SNR filter drops them
+    3. advantages    (r - mean) / (std + 1e-6) in each group, or its kin (ALGORITHMS, below);  nanoragen/advantages.py
+                     groups without reward variance carry no signal, only noise: the SNR filter drops them
     4. loss          clipped policy gradient + beta KL - c entropy                           policy_loss, below
     5. update        AdamW, a few minibatches
 
-Left out on purpose, against the systems this re-implements: Ray, an inference server, a critic, and every trick that could
-not be measured to help. Shapes: G groups, K episodes a group, B = G*K episodes, P sampled (trained) tokens, V vocabulary.
+Left out on purpose, against the systems this re-implements: Ray, an inference server, and tricks that are neither one small
+term nor an algorithm's own. Shapes: G groups, K episodes a group, B = G*K episodes, P sampled (trained) tokens, V vocabulary.
 """
 
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from nanoragen import cli
+from nanoragen.settings import RAGEN_FILTER, check
 
 
 def flag(default, help, ragen=None):
     return field(default=default, metadata={"help": help + (f" [RAGEN: {ragen}]" if ragen else "")})
 
 
+# All that the algorithms differ in. Every column is a setting of its own too, and one that is given wins over the table:
+# --algo grpo --aggregation token_mean. What the words mean: baseline, scale, credit: nanoragen/advantages.py; aggregation:
+# token_weight, below; inf: no clipping.
+ALGORITHMS = {
+    #           baseline   scale   credit     aggregation                clip_low  clip_high
+    "grpo":    ("mean",    "std",  "episode", "seq_mean_token_mean",     0.2,      0.2),       # arXiv 2402.03300
+    "dr_grpo": ("mean",    "none", "episode", "seq_mean_token_sum_norm", 0.2,      0.2),       # arXiv 2503.20783
+    "dapo":    ("mean",    "std",  "episode", "token_mean",              0.2,      0.28),      # arXiv 2503.14476
+    "rloo":    ("others",  "none", "episode", "seq_mean_token_sum",      math.inf, math.inf),  # arXiv 2402.14740
+    "ppo":     ("critic",  "batch", "turn",   "token_mean",              0.2,      0.28),      # arXiv 1707.06347
+}  # fmt: skip
+COLUMNS = ("baseline", "scale", "credit", "aggregation", "clip_low", "clip_high")
+
+
 @dataclass
 class Config:
     # what to train
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown", "es_manager.train.env_configs.tags")
+    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags")
     env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
     model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
-    algo: Literal["grpo"] = flag("grpo", "advantage estimator", "algorithm.adv_estimator")
+    algo: Literal["grpo", "dr_grpo", "dapo", "rloo", "ppo"] = flag(
+        "grpo", "sets what is `auto` (or 0) of: " + ", ".join(COLUMNS), "algorithm.adv_estimator"
+    )
+    baseline: Literal["auto", "mean", "others", "quantile", "critic"] = flag("auto", "what an advantage is relative to")
+    scale: Literal["auto", "std", "batch", "per_reward", "none"] = flag(
+        "auto", "what it is divided by: in the group, over all tokens, each reward by itself (GDPO)", "norm_adv_by_std_in_grpo"
+    )
+    credit: Literal["auto", "episode", "turn"] = flag("auto", "the return of the episode, or from each turn on", "use_turn_scores")
+    aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = flag(
+        "auto", "how tokens add up to a loss", "actor_rollout_ref.actor.loss_agg_mode"
+    )
+    loss_length: int = flag(0, "what seq_mean_token_sum_norm divides by; 0: the tokens of all turns", "loss_scale_factor")
+    quantile: float = flag(0.4, "of --baseline quantile (QAE)")
+    soft_reweight: bool = flag(False, "groups count by their reward std, the widest fully", "algorithm.soft_advantage_reweight")
+    # critic
+    gamma: float = flag(1.0, "discount from token to token (GAE)", "algorithm.gamma")
+    lam: float = flag(1.0, "lambda from token to token", "algorithm.lam")
+    bi_level: bool = flag(False, "GAE over turns, then over the tokens of each", "algorithm.bi_level_gae")
+    turn_gamma: float = flag(1.0, "discount from turn to turn (--bi_level)", "algorithm.high_level_gamma")
+    turn_lam: float = flag(1.0, "lambda from turn to turn (--bi_level)")
+    critic_lr: float = flag(1e-3, "peak learning rate of the critic", "critic.optim.lr")
+    value_clip: float = flag(0.0, "values move at most so far in a step; 0: not clipped", "critic.cliprange_value")
     # rollouts
     steps: int = flag(24, "training steps", "trainer.total_training_steps")
     groups: int = flag(16, "prompts in a step (G)", "es_manager.train.env_groups")
@@ -56,7 +94,7 @@ class Config:
     env_timeout: float = flag(60.0, "seconds an environment may take over one reply; 0: no limit")
     max_faults: float = flag(0.1, "share of a step's episodes that may be lost to errors of the environment")
     # update
-    lr: float = flag(1e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
+    lr: float = flag(6e-4, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
     lr_warmup: int = flag(8, "updates over which the learning rate rises")
     weight_decay: float = flag(0.0, "of AdamW")
@@ -64,18 +102,23 @@ class Config:
     epochs: int = flag(1, "passes over a step's episodes", "actor_rollout_ref.actor.ppo_epochs")
     minibatches: int = flag(4, "updates in a pass", "actor_rollout_ref.actor.ppo_mini_batch_size")
     micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
-    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", "actor_rollout_ref.actor.clip_ratio_low")
-    clip_high: float = flag(0.2, "and above 1 + clip_high", "actor_rollout_ref.actor.clip_ratio_high")
+    clip_low: float = flag(0.0, "the ratio is clipped below 1 - clip_low; inf: not", "actor_rollout_ref.actor.clip_ratio_low")
+    clip_high: float = flag(0.0, "and above 1 + clip_high; inf: not", "actor_rollout_ref.actor.clip_ratio_high")
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
     kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
     reward_noise: float = flag(0.0, "std of noise added to an episode's reward before advantages and filter, to see what it breaks")
     # SNR filter
-    filter: Literal["none", "top_p", "top_k", "top_k_abs", "min_p"] = flag("top_p", "which groups train", "rollout_filter_strategy")
+    filter: Literal["none", "ragen", "top_p", "top_k", "top_k_abs", "min_p"] = flag(
+        "top_p", "which groups train; ragen: as in the paper's runs", "rollout_filter_strategy"
+    )
     filter_value: float = flag(0.9, "share (top_p, top_k, min_p) or number (top_k_abs) of groups", "rollout_filter_value")
     filter_mode: Literal["linear", "softmax"] = flag("linear", "mass of a group under top_p", "rollout_filter_top_p_prob_mode")
-    filter_metric: Literal["reward_std", "reward_variance"] = flag("reward_std", "score of a group", "rollout_filter_metric")
+    filter_metric: Literal["reward_std", "reward_variance", "success_std"] = flag(
+        "reward_std", "score of a group", "rollout_filter_metric"
+    )
     filter_include_zero: bool = flag(False, "keep groups without any variance too", "rollout_filter_include_zero")
+    filter_eps: float = flag(0.0, "top_p: mass that may be missing", "rollout_filter_selection_eps")
     filter_loss_scale: Literal["none", "linear", "sqrt"] = flag(
         "none", "multiply the loss by the kept share", "filter_loss_scaling"
     )
@@ -97,37 +140,12 @@ class Config:
     out: str = flag("", "run folder; default runs/<env>-<algo>-<seed>, numbered when taken", "trainer.default_local_dir")
     log: str = flag("", "also log to: wandb, tensorboard, trackio", "trainer.logger")
 
-
-def check(c: Config):
-    """ValueError for the first setting that cannot work, before anything heavy is imported or written."""
-    from nanoragen.envs.registry import make
-    from nanoragen.metrics import check_trackers
-    from nanoragen.model import locate
-    from nanoragen.stop import check as check_stops
-
-    make(c.env, **cli.options(c.env_options))
-    check_trackers(c.log)
-    check_stops(c.early_stop)
-    for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
-        if getattr(c, key) < 1:
-            raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
-    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "grad_every", "eval_every",
-                "save_every", "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout",
-                "reward_noise"):  # fmt: skip
-        if not 0 <= getattr(c, key) < math.inf:
-            raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 or more")
-    for key in ("lr", "temperature", "max_grad_norm", "clip_low", "clip_high"):
-        if not 0 < getattr(c, key) < math.inf:
-            raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
-    if not 0 <= c.max_faults <= 1:
-        raise ValueError(f"max_faults: {c.max_faults}; valid: 0 to 1")
-    if c.group_size < 2:
-        raise ValueError(f"group_size: {c.group_size} with --algo {c.algo}, which compares episodes of a group; valid: 2 or more")
-    locate(c.model)
-    whole = c.filter == "top_k_abs"
-    if c.filter != "none" and not (1 <= c.filter_value <= c.groups if whole else 0 < c.filter_value <= 1):
-        valid = f"1 to {c.groups} groups" if whole else "above 0, at most 1"
-        raise ValueError(f"filter_value: {c.filter_value} with --filter {c.filter}; valid: {valid}")
+    def __post_init__(self):
+        for key, value in zip(COLUMNS, ALGORITHMS[self.algo]):
+            if getattr(self, key) in ("auto", 0):
+                setattr(self, key, value)
+        if self.filter == "ragen":
+            self.filter_eps = self.filter_eps or RAGEN_FILTER["filter_eps"]
 
 
 # -- the maths ---------------------------------------------------------------------------------------------------------
@@ -150,9 +168,19 @@ def score(model, batch, rows, temperature):
     return logprob, entropy, sampled.nonzero()[:, 0]
 
 
-def by_episode(rows, row, values) -> dict:
-    """The tokens of each episode of a micro-batch: {episode number: values of its tokens, in order}."""
-    return {r: values[row == i] for i, r in enumerate(rows.tolist())}
+def score_all(model, batch, rows, c: Config):
+    """log pi of every sampled token of some episodes, without gradient, 0 elsewhere. [B, T]"""
+    import torch
+
+    from nanoragen.batch import micro_batches
+    from nanoragen.model import autocast
+
+    table = torch.zeros(batch.ids.shape, device=batch.ids.device)
+    for part in micro_batches(batch, rows, c.micro_batch):
+        with torch.no_grad(), autocast(table.device, c.dtype):
+            logprob, _, _ = score(model, batch, part, c.temperature)
+        table[part] = table[part].masked_scatter(batch.mask[part], logprob)
+    return table
 
 
 def kl_estimate(logprob, ref_logprob, kind: str):
@@ -164,24 +192,38 @@ def kl_estimate(logprob, ref_logprob, kind: str):
     return {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kind]
 
 
+def token_weight(length, c: Config):
+    """Weight of a token of each episode of a minibatch [n], from its number of sampled tokens [n]; a loss is sum(weight * token).
+
+    Known before any forward pass: so the split into micro-batches, the order of rows and padding change nothing.
+    """
+    n = len(length)
+    return {
+        "seq_mean_token_mean": 1 / (length * n),  # mean over episodes of the mean over their tokens
+        "token_mean": (1 / length.sum()).expand(n),  # long episodes count more
+        "seq_mean_token_sum": 1 / (0 * length + n),  # mean over episodes of the sum: the gradient of an episode's log-prob
+        "seq_mean_token_sum_norm": 1 / (0 * length + n * max(1, c.loss_length)),  # the same in the units of a token
+    }[c.aggregation]
+
+
 def policy_loss(logprob, old_logprob, advantage, weight, entropy, ref_logprob, c: Config):
     """The clipped objective of PPO/GRPO with KL penalty and entropy bonus (RAGEN-2, eq. 1). All arguments [P].
 
-    `weight` is the aggregation: 1 / (tokens of the episode * episodes of the minibatch), so a sum over any split of the
-    minibatch into micro-batches is the mean over episodes of the mean over their tokens.
-
-    Returns (loss, {name: value of this part}).
+    weight: `token_weight`, of all three terms, so that a coefficient means the same against the policy term whatever the
+    aggregation. Returns (loss, {name: weighted sum}); divided by the sum of "weight", the others are means over tokens.
     """
     log_ratio = logprob - old_logprob
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)
     policy = -(advantage * ratio).minimum(advantage * clipped)
     loss = (weight * policy).sum() - c.entropy_coef * (weight * entropy).sum()
+    low, high = (ratio < 1 - c.clip_low) & (advantage < 0), (ratio > 1 + c.clip_high) & (advantage > 0)
     part = {
+        "weight": weight.sum().item(),
         "entropy": (weight * entropy).sum().item(),
-        "clip_ratio": (weight * ((ratio < 1 - c.clip_low) & (advantage < 0) | (ratio > 1 + c.clip_high) & (advantage > 0)))
-        .sum()
-        .item(),
+        "clip_ratio/low_mean": (weight * low).sum().item(),
+        "clip_ratio/high_mean": (weight * high).sum().item(),
+        "clip_ratio/region_mean": (weight * (low | high)).sum().item(),
         "approx_kl": (weight * (ratio - 1 - log_ratio)).sum().item(),
     }
     if ref_logprob is not None:
@@ -192,9 +234,10 @@ def policy_loss(logprob, old_logprob, advantage, weight, entropy, ref_logprob, c
 
 
 def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob, c: Config, rng, progress):
-    """`epochs` passes of `minibatches` clipped updates over the kept episodes. advantage [B]; kept_rows [kept] long.
+    """`epochs` passes of `minibatches` clipped updates over the kept episodes. advantage, ref_logprob (or None) [B, T].
 
-    Dropped episodes are not in any sum or any denominator. Returns the mean of each logged quantity over the updates.
+    kept_rows [kept] long: episodes with a sampled token. Dropped episodes are not in any sum or any denominator. Returns the mean
+    of each logged quantity over the updates.
     """
     import torch
 
@@ -202,32 +245,30 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     from nanoragen.model import autocast
 
     device, several = batch.ids.device, c.epochs * c.minibatches > 1
-    length = batch.mask[:, 1:].sum(1)  # sampled tokens of each episode [B]
+    length = batch.mask.sum(1)  # sampled tokens of each episode [B]
     kept_share = len(kept_rows) / len(advantage)
     scale = {"none": 1.0, "linear": kept_share, "sqrt": math.sqrt(kept_share)}[c.filter_loss_scale]
-    old = {}  # micro-batches differ between passes, so old log-probs are kept by episode
     if several:
         progress("score")
-        with torch.no_grad(), autocast(device, c.dtype):
-            for rows in micro_batches(batch, kept_rows, c.micro_batch):
-                logprob, _, row = score(model, batch, rows, c.temperature)
-                old.update(by_episode(rows, row, logprob))
+        old = score_all(model, batch, kept_rows, c)
     logs = []
     for epoch in range(c.epochs):
         order = kept_rows[torch.from_numpy(rng.permutation(len(kept_rows)))]
         for n, minibatch in enumerate(order.chunk(c.minibatches)):
             progress(f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
-            total = {}
+            total, weight = {}, torch.zeros(len(length), device=device)
+            weight[minibatch] = token_weight(length[minibatch], c)
             for rows in micro_batches(batch, minibatch, c.micro_batch):
                 with autocast(device, c.dtype):
                     logprob, entropy, row = score(model, batch, rows, c.temperature)
-                episode = rows.to(device)[row]  # [P]
-                weight = 1.0 / (length[episode] * len(minibatch))  # sequence mean of token means
-                before = torch.cat([old[r] for r in rows.tolist()]) if several else logprob.detach()
-                ref = torch.cat([ref_logprob[r] for r in rows.tolist()]) if ref_logprob else None
-                loss, part = policy_loss(logprob, before, advantage[episode], weight, entropy, ref, c)
+                sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order
+                before = old[rows][sampled] if several else logprob.detach()
+                ref = ref_logprob[rows][sampled] if ref_logprob is not None else None
+                loss, part = policy_loss(logprob, before, advantage[rows][sampled], weight[rows][row], entropy, ref, c)
                 (scale * loss).backward()
                 total = {k: total.get(k, 0.0) + v for k, v in part.items()}
+            share = total.pop("weight")
+            total = {k: v if k == "loss" else v / share for k, v in total.items()}
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
             if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
@@ -266,9 +307,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import checkpoint, collapse, faults, gradients, metrics
+    from nanoragen import advantages, checkpoint, collapse, faults, gradients, metrics, report
     from nanoragen import model as models
-    from nanoragen.batch import make_batch, micro_batches
+    from nanoragen.batch import make_batch
+    from nanoragen.critic import Critic
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
@@ -283,7 +325,11 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
     updates = c.steps * c.epochs * c.minibatches
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda u: learning_rate(u, updates, c))
+    schedule = partial(learning_rate, updates=updates, c=c)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    critic = Critic(model, c.critic_lr, schedule, c.weight_decay) if c.baseline == "critic" else None
+    if c.aggregation == "seq_mean_token_sum_norm":
+        c = replace(c, loss_length=c.loss_length or c.max_tokens * (c.max_turns or envs[0].max_turns))
     sampling = Sampling(
         temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
@@ -292,11 +338,12 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     )  # fmt: skip
     history, before, first, regime, ema, done = [], None, None, "", collapse.Ema(), 0
     if saved:
-        state = checkpoint.restore(saved, optimizer, scheduler)
+        state = checkpoint.restore(saved, optimizer, scheduler, critic)
         before, first, regime, done = state["before"], state["first_regime"], state["regime"], state["step"]
         ema.load_state_dict(state["ema"])
         history = metrics.rewind(out, done)
     log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
+    cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
     bar = tqdm(total=c.steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
     say, phase = bar.write, lambda text: bar.set_description_str(text)
@@ -317,7 +364,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     def keep_step(step):
         phase("save")
         state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
-        return checkpoint.save(out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, state=state, keep=c.keep)
+        return checkpoint.save(
+            out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, critic=critic, state=state, keep=c.keep
+        )
 
     few = c.eval_episodes or c.groups * c.group_size
     many = c.final_episodes or 2 * c.groups * c.group_size
@@ -328,7 +377,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
     for step in range(done + 1, c.steps + 1):
         start = time.perf_counter()
-        line = {"step": step}
+        line = {"step": step, **(scores(f"eval/before/{c.env}", before) if step == 1 else {})}
 
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
@@ -356,20 +405,18 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
                 here = found["conditional_entropy_est"], found["mi_seq_estimate"]
                 first = first or here  # the regime is judged against the run's first measurement
                 line["regime"], regime = collapse.regime(*here, *first), collapse.regime_sentence(*here, *first)
+                cross.write([report.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
-        # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
+        # 3. advantages against the group or the critic; the filter keeps the groups with signal
+        ids = torch.tensor(group, device=model.device)  # [B]
         noise = c.reward_noise * np.random.default_rng([c.seed, step, 1]).standard_normal(len(episodes))
         rewards = torch.tensor([e.reward + x for e, x in zip(episodes, noise)], dtype=torch.float32, device=model.device)  # [B]
-        ids = torch.tensor(group, device=model.device)
-        found = group_advantages(
-            rewards, ids, scale="std", filter=c.filter, filter_value=c.filter_value,
-            filter_mode=c.filter_mode, filter_metric=c.filter_metric, include_zero=c.filter_include_zero or c.filter == "none", num_groups=c.groups,
-        )  # fmt: skip
+        found = advantages.group_statistics(c, episodes, rewards, ids)
         keep = found.keep.tolist()
         kept_rows = torch.tensor([i for i, e in enumerate(episodes) if keep[group[i]] and e.num_tokens], dtype=torch.long)
         line["rollout/in_group_reward_std"] = found.std.mean().item()
-        line["rollout/zero_variance_ratio"] = (found.score == 0).float().mean().item()
+        line["rollout/zero_variance_ratio"] = (found.std == 0).float().mean().item()  # advantage collapse rate, arXiv 2605.21125
         line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
         line["rollout/kept_groups"] = sum(keep)
 
@@ -380,19 +427,21 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
             line.update(gradients.by_bucket(model, reference, episodes, group, every, c, pad, score, policy_loss))
             line["time/gradients"] = time.perf_counter() - begun
 
-        # 4. and 5. loss and update
+        credited = torch.zeros(len(episodes))  # mean over an episode's tokens, for the log
         if len(kept_rows):
             batch = make_batch(episodes, tokenizer.pad_token_id).to(model.device)
-            ref = None
-            if reference is not None:
-                phase("reference")
-                ref = {}
-                with torch.no_grad(), models.autocast(model.device, c.dtype):
-                    for rows in micro_batches(batch, kept_rows, c.micro_batch):
-                        logprob, _, row = score(reference, batch, rows, c.temperature)
-                        ref.update(by_episode(rows, row, logprob))
+            phase("advantages")
+            value = critic.values(batch, kept_rows, c) if critic else None  # [B, T]
+            advantage, returns = advantages.token_advantages(c, found, episodes, rewards, ids, batch, kept_rows, value)  # [B, T]
+            credited = advantage.cpu().double().sum(1) / batch.mask.cpu().sum(1).clamp(min=1)
+
+            # 4. and 5. loss and update
+            phase("reference")
+            ref = score_all(reference, batch, kept_rows, c) if reference is not None else None  # [B, T]
             rng = np.random.default_rng([c.seed, step])
-            line.update(update(model, optimizer, scheduler, batch, found.advantages, kept_rows, ref, c, rng, phase))
+            line.update(update(model, optimizer, scheduler, batch, advantage, kept_rows, ref, c, rng, phase))
+            if critic:
+                line.update(critic.update(batch, kept_rows, returns, value, c, rng, phase))
         line["skipped"] = float(len(kept_rows) == 0)
         line["lr"] = scheduler.get_last_lr()[0]
         line["step_time"] = time.perf_counter() - start
@@ -401,19 +450,20 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         # 6. evaluation on held-out seeds, log, checkpoint
         if step == c.steps:
             after = held_out(many, "after")
-            line[f"eval/{c.env}/success"] = after["success"]
+            line.update(scores(f"eval/{c.env}", after))
         elif c.eval_every and step % c.eval_every == 0:
-            line[f"eval/{c.env}/success"] = held_out(few, "held out")["success"]
+            line.update(scores(f"eval/{c.env}", held_out(few, "held out")))
         history.append(line)
         early = early_stop(history, c.env, c.early_stop)
         if early:
             line[f"early_stopped/{early[0]}"] = 1.0
         last = step == c.steps or early or stop.asked
         log.step(line)
-        log.rollouts(step, episodes, found.advantages.tolist(), [keep[g] for g in group])
+        log.rollouts(step, episodes, credited.tolist(), [keep[g] for g in group])
         say(metrics.console_line(line))
         if last or (c.save_every and step % c.save_every == 0):
             saved = keep_step(step)
+        page.refresh()  # written when that is cheap: under 1% of the time
         bar.update()
         if last:
             break
@@ -422,6 +472,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         after = held_out(many, "after")
     bar.close()
     log.close()
+    page.write()
     if stop.asked and step < c.steps:
         print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
         raise SystemExit(130)
@@ -429,7 +480,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
-    print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
+    print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
     print(f"evaluate  python eval.py --model {saved} --env {c.env}" + (f" --env_options {c.env_options}" if c.env_options else ""))
     return line
 
@@ -445,15 +496,21 @@ def interval(result: dict) -> str:
     return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
 
 
+def scores(prefix: str, result: dict) -> dict:
+    """What of an evaluation goes into the log."""
+    return {f"{prefix}/{k}": result[k] for k in ("success", "success_low", "success_high", "episodes")}
+
+
 def run_folder(c: Config) -> Path:
     """Make the run's folder. An explicit --out that already holds a run is refused; the default name is numbered."""
-    out = Path(c.out or f"runs/{c.env}-{c.algo}-{c.seed}")
+    name = f"{re.sub('[^A-Za-z0-9_.-]+', '-', c.env)}-{c.algo}-{c.seed}"  # gym:a/b makes one folder
+    out = Path(c.out or f"runs/{name}")
     number = 1
     while (out / "metrics.jsonl").exists():
         if c.out:
             raise ValueError(f"out: {out} already holds a run; valid: a new folder")
         number += 1
-        out = Path(f"runs/{c.env}-{c.algo}-{c.seed}.{number}")
+        out = Path(f"runs/{name}.{number}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")
@@ -475,6 +532,10 @@ def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
     if saved is None:
         raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
     c = cli.parse(Config, ["--config", str(out / "config.json"), *argv], "train.py", "")
+    recorded = json.loads((out / "config.json").read_text())
+    for key in ("algo", "baseline"):  # what there is to restore depends on them
+        if getattr(c, key) != recorded.get(key, getattr(c, key)):
+            raise ValueError(f"{key}: {getattr(c, key)} with --resume {out}; valid: {recorded[key]}, as the run began")
     done = int(saved.name.split("_")[1])
     if done >= c.steps:
         raise ValueError(f"resume: {out} is done with all {c.steps} steps; valid: --steps above {done}")

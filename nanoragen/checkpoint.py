@@ -22,11 +22,11 @@ from pathlib import Path
 MARKER = "complete.json"
 
 
-def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None, state=None, keep: int = 2) -> Path:
+def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
     state: what JSON can hold, and comes back equal. The files: config, safetensors, tokenizer and chat template
-    (save_pretrained), optimizer.pt, scheduler.pt, random.pt, trainer_state.json, complete.json.
+    (save_pretrained), optimizer.pt, scheduler.pt, critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
     """
     import torch
 
@@ -38,7 +38,7 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     temporary.mkdir(parents=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
+    for name, part in (("optimizer", optimizer), ("scheduler", scheduler), ("critic", critic)):
         if part is not None:
             torch.save(part.state_dict(), temporary / f"{name}.pt")
     torch.save(random_state(), temporary / "random.pt")
@@ -84,24 +84,26 @@ def is_complete(folder) -> bool:
 
 
 def load_state(folder) -> dict:
-    """What was saved beside the model: {"state": dict, "optimizer", "scheduler": state dicts or None, "random": dict}."""
+    """What was saved beside the model: {"state": dict, "optimizer", "scheduler", "critic": state dicts or None, "random": dict}."""
     import torch
 
     folder = Path(folder)
     if not is_complete(folder):
         raise ValueError(f"resume: {folder} is not a complete checkpoint; valid: a step_... folder of a run")
     parts = {}
-    for name in ("optimizer", "scheduler", "random"):
+    for name in ("optimizer", "scheduler", "critic", "random"):
         file = folder / f"{name}.pt"
         parts[name] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
     return {"state": json.loads((folder / "trainer_state.json").read_text()), **parts}
 
 
-def restore(folder, optimizer, scheduler) -> dict:
-    """Put back optimizer, scheduler and random states from a checkpoint; returns the rest of the trainer's state."""
+def restore(folder, optimizer, scheduler, critic=None) -> dict:
+    """Put back optimizer, scheduler, critic and random states from a checkpoint; returns the rest of the trainer's state."""
     found = load_state(folder)
     optimizer.load_state_dict(found["optimizer"])
     scheduler.load_state_dict(found["scheduler"])
+    if critic is not None:
+        critic.load_state_dict(found["critic"])
     restore_random(found["random"])
     return found["state"]
 

@@ -22,6 +22,10 @@ SETTINGS = {
     "default": [],
     "kl, epochs, decay": ["--beta", "0.1", "--epochs", "2", "--minibatches", "2", "--weight_decay", "0.1", "--filter", "none",
                           "--entropy_coef", "0.01", "--lr_schedule", "cosine"],
+    "dr_grpo": ["--algo", "dr_grpo", "--soft_reweight"],
+    "dapo": ["--algo", "dapo", "--scale", "per_reward", "--filter", "ragen"],
+    "rloo": ["--algo", "rloo", "--credit", "turn"],
+    "ppo": ["--algo", "ppo", "--filter", "none", "--bi_level", "--turn_gamma", "0.95", "--value_clip", "0.5"],
 }  # fmt: skip
 
 
@@ -65,6 +69,9 @@ def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkey
     for x, y in ((load_file(a / "model.safetensors"), load_file(b / "model.safetensors")), (moments(a), moments(b))):
         assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
     assert (a / "trainer_state.json").read_text() == (b / "trainer_state.json").read_text()
+    assert (a / "critic.pt").is_file() == ("ppo" in more)
+    if "ppo" in more:
+        assert (a / "critic.pt").read_bytes() == (b / "critic.pt").read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -103,12 +110,14 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_line_that_says_so(tmp_pat
     "argv, said",
     [(["--resume", "{run}/nowhere"], "holds no run"), (["--resume", "{run}", "--out", "x"], "--resume"),
      (["--resume", "{run}"], "no whole checkpoint"), (["--resume", "{done}"], "--steps above 7"),
-     (["--resume", "{done}", "--steps", "6"], "--steps above 7")],
+     (["--resume", "{done}", "--steps", "6"], "--steps above 7"),
+     (["--resume", "{done}", "--steps", "8", "--algo", "ppo"], "algo: ppo"),
+     (["--resume", "{done}", "--steps", "8", "--baseline", "critic"], "valid: mean")],
 )  # fmt: skip
 def test_what_cannot_be_resumed_is_one_line(argv, said, tmp_path, capsys):
     for name in ("run", "done"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text('{"env": "bandit", "steps": 7}')
+        (tmp_path / name / "config.json").write_text('{"env": "bandit", "steps": 7, "algo": "grpo", "baseline": "mean"}')
     (tmp_path / "done/step_000007").mkdir()
     (tmp_path / "done/step_000007/complete.json").write_text("{}")
     with pytest.raises(SystemExit) as stop:

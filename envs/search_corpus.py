@@ -1,0 +1,186 @@
+"""What search_qa searches and asks: an invented world of people, towns, provinces and works, or files.
+
+Every fact is said in the passage of the thing that it is about, so a question over three facts takes three passages.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from nanoragen.envs.data import read_rows
+from nanoragen.envs.retrieval import Index
+
+EVERY = 5  # questions that start from one thing in so many are asked in evaluation alone
+
+
+@dataclass(frozen=True)
+class Question:
+    """answers: spellings any of which is right. chain: numbers of the passages that lead to it, in their order."""
+
+    text: str
+    answers: tuple[str, ...]
+    chain: tuple[int, ...]
+
+
+class Library:
+    """Passages, (title, text) each, with their index; questions to train on, and those to evaluate on."""
+
+    def __init__(self, passages: list[tuple[str, str]], questions: list[Question], held_out: list[Question]):
+        self.titles = [title for title, _ in passages]
+        self.texts = [f"{title}: {text}" for title, text in passages]
+        self.index = Index(self.texts)
+        self.questions, self.held_out = questions, held_out
+
+
+# -- an invented world -------------------------------------------------------------------------------------------------
+
+FIRST = (
+    "Ada", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Hugo", "Irma", "Jonas", "Katya", "Lorenz", "Magda", "Nestor",
+    "Olga", "Pavel", "Rosa", "Stefan", "Thea", "Viktor",
+)  # fmt: skip
+LAST = ("Ast", "Brun", "Cald", "Dorn", "Elm", "Frey", "Glen", "Hart", "Ing", "Jas", "Kron", "Lind", "Mor", "Nord", "Orl", "Penn")
+LAST_ENDS = ("berg", "en", "field", "ley", "man", "ov", "quist", "rell", "sen", "ton")
+TOWN = ("Alder", "Brim", "Corm", "Dun", "Esk", "Fal", "Garn", "Holm", "Ister", "Kelm", "Lor", "Mar", "Ness", "Oster", "Pell")
+TOWN_ENDS = ("bridge", "ford", "haven", "mouth", "stead", "wick")
+PROVINCES = ("Ardovia", "Belmarch", "Corvania", "Drusk", "Elandia", "Fennmark", "Galdor", "Hestria")
+RIVERS = ("Aule", "Brend", "Cassel", "Dova", "Erl", "Firn", "Gleam", "Hask", "Irva", "Jole", "Kress", "Lume")
+GOODS = ("salt", "amber", "wool", "glass", "copper", "honey", "paper", "clocks", "saffron", "slate", "linen", "bells")
+WORK = (
+    "Silent",
+    "Golden",
+    "Broken",
+    "Distant",
+    "Hidden",
+    "Winter",
+    "Crimson",
+    "Hollow",
+    "Burning",
+    "Gentle",
+    "Last",
+    "Blue",
+    "Old",
+)
+WORK_ENDS = ("Orchard", "Harbor", "Lantern", "Garden", "Mirror", "Stair", "Window", "Meadow", "Island", "Letter", "Feast", "Heron")
+# what a person is: what such people make, and what they are to it
+CRAFTS = {"novelist": ("a novel", "author"), "composer": ("an opera", "composer"), "painter": ("a painting", "painter")}
+
+# relation: (question about it, the thing named by it inside a longer question; "" where the value is no thing)
+RELATIONS = {
+    "maker": ("Who was the {craft} of {x}?", "the {craft} of {x}"),
+    "teacher": ("Who was the teacher of {x}?", "the teacher of {x}"),
+    "birthplace": ("In which town was {x} born?", "the birthplace of {x}"),
+    "born": ("In which year was {x} born?", ""),
+    "province": ("In which province is {x}?", "the province of {x}"),
+    "river": ("Which river runs through {x}?", ""),
+    "founded": ("In which year was {x} founded?", ""),
+    "capital": ("What is the capital of {x}?", "the capital of {x}"),
+    "goods": ("What is {x} known for?", ""),
+}
+
+
+@lru_cache(maxsize=4)
+def generated(people: int, seed: int) -> Library:
+    """An invented world: its passages, and all questions of two and three hops. The same arguments give the same one."""
+    rng = np.random.default_rng([seed, people])
+
+    def some(values):
+        return values[rng.integers(len(values))]
+
+    towns = [a + b for a, b in _pairs(rng, TOWN, TOWN_ENDS, people // 2)]
+    persons = [f"{some(FIRST)} {a}{b}" for a, b in _pairs(rng, LAST, LAST_ENDS, people)]
+    works = [f"The {a} {b}" for a, b in _pairs(rng, WORK, WORK_ENDS, people)]
+    goods = rng.permutation(GOODS).tolist()
+    births = sorted(rng.integers(1700, 1900, size=people).tolist())  # of the persons in order: teachers are older
+    facts, texts, crafts = {}, {}, {}
+    for n, x in enumerate(PROVINCES):
+        facts[x] = f = {"capital": towns[n], "goods": goods[n]}
+        texts[x] = f"{x} is a province known for its {f['goods']}. The capital of {x} is {f['capital']}."
+    for n, x in enumerate(towns):
+        province = PROVINCES[n] if n < len(PROVINCES) else some(PROVINCES)  # a capital lies in its own province
+        facts[x] = f = {"province": province, "river": some(RIVERS), "founded": str(rng.integers(900, 1500))}
+        texts[x] = f"{x} is a town in {province}, on the river {f['river']}. {x} was founded in {f['founded']}."
+    for n, x in enumerate(persons):
+        crafts[x] = some(list(CRAFTS))
+        facts[x] = f = {"birthplace": some(towns), "born": str(births[n])}
+        texts[x] = f"{x} was a {crafts[x]}, born in {f['birthplace']} in {f['born']}."
+        if n:
+            f["teacher"] = some(persons[:n])
+            texts[x] += f" The teacher of {x} was {f['teacher']}."
+    for x in works:
+        maker = persons[n := rng.integers(people)]
+        facts[x] = {"maker": maker}
+        work, crafts[x] = CRAFTS[crafts[maker]]
+        texts[x] = f"{x} is {work} by {maker}, finished in {births[n] + rng.integers(20, 60)}."
+    titles = rng.permutation(list(facts)).tolist()
+    number = {x: n for n, x in enumerate(titles)}
+    asked = [(number[x] % EVERY == 0, q) for x in titles for q in _questions(x, facts, crafts, number)]
+    return Library([(x, texts[x]) for x in titles], [q for out, q in asked if not out], [q for out, q in asked if out])
+
+
+def _pairs(rng, starts, ends, count) -> list[tuple[str, str]]:
+    """`count` different pairs."""
+    return [(starts[i // len(ends)], ends[i % len(ends)]) for i in rng.permutation(len(starts) * len(ends))[:count]]
+
+
+def _questions(start, facts, crafts, number) -> Iterator[Question]:
+    """All questions about a thing that go over two or three facts, none of which leads back to where it was."""
+    paths = [([start], "", start)]  # the things passed, the question that ends here, and how the last is called in a longer one
+    for hops in (1, 2, 3):
+        longer = []
+        for things, _, called in paths:
+            for relation, value in facts.get(things[-1], {}).items():
+                question, phrase = (form.format(x=called, craft=crafts.get(things[-1])) for form in RELATIONS[relation])
+                if value not in things:
+                    longer.append(([*things, value], question, phrase))
+        paths = longer
+        if hops > 1:
+            yield from (Question(q, (t[-1],), tuple(number[x] for x in t[:-1])) for t, q, _ in paths)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def from_files(data: str, eval_data: str, corpus: str) -> Library:
+    """Questions and passages from files; the arguments are those of SearchQA."""
+    rows = read_rows(data, _read_question)
+    eval_rows = read_rows(eval_data, _read_question) if eval_data else rows
+    contexts = [p for row in [*rows, *eval_rows] for p in row[3]]
+    passages = read_rows(corpus, _read_passage) if corpus else list(dict.fromkeys(contexts))
+    if not passages:
+        raise ValueError(f"corpus: none, and the rows of {data} have no context; valid: corpus=FILE, or HotpotQA's rows")
+    number = {title: n for n, (title, _) in reversed(list(enumerate(passages)))}
+
+    def questions(rows):
+        return [Question(text, answers, tuple(number[t] for t in titles if t in number)) for text, answers, titles, _ in rows]
+
+    return Library(passages, questions(rows), questions(eval_rows))
+
+
+def _read_question(row: dict) -> tuple[str, tuple[str, ...], list[str], list[tuple[str, str]]]:
+    """(question, answers, titles of the passages that support it, its own passages) of a row: HotpotQA's own JSON, the form it
+    has on the Hugging Face hub, or any row with `question` and `answer` (or a list, `golden_answers`)."""
+    answers = row.get("golden_answers") or row.get("answer")
+    answers = tuple(answers) if isinstance(answers, list) else (answers,)
+    if not (isinstance(row.get("question"), str) and answers and all(isinstance(a, str) and a.strip() for a in answers)):
+        raise ValueError('valid: {"question": "text", "answer": "text"}')
+    facts, context = row.get("supporting_facts") or [], row.get("context") or []
+    try:
+        titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
+        pairs = zip(context["title"], context["sentences"]) if isinstance(context, dict) else context
+        passages = [(title, "".join(sentences).strip()) for title, sentences in pairs]
+    except (KeyError, TypeError, ValueError) as e:
+        raise ValueError("its supporting_facts or context is unlike HotpotQA's; valid: as there, or none") from e
+    return row["question"], answers, list(dict.fromkeys(titles)), passages
+
+
+def _read_passage(row: dict) -> tuple[str, str]:
+    """(title, text) of a row of a corpus."""
+    if isinstance(row.get("contents"), str):
+        title, _, text = row["contents"].partition("\n")
+        return title.strip('"'), text
+    if not (isinstance(row.get("title"), str) and isinstance(row.get("text"), str)):
+        raise ValueError('valid: {"title": "text", "text": "text"}, or {"contents": "title\\ntext"}')
+    return row["title"], row["text"]

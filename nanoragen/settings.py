@@ -1,0 +1,74 @@
+"""Settings of a run that cannot work, or contradict each other: one clear line, before anything heavy is imported.
+
+Every error is a ValueError "setting: value; valid: ...". Left out: correcting a setting, and warnings.
+"""
+
+import math
+
+from nanoragen import cli
+
+# --filter ragen: linear top_p as the paper's runs have it
+RAGEN_FILTER = {
+    "filter_value": 0.9, "filter_mode": "linear", "filter_metric": "reward_std", "filter_include_zero": False, "filter_eps": 0.01,
+}  # fmt: skip
+
+
+def check(c):
+    """ValueError for the first setting of a train.Config that cannot work."""
+    from nanoragen.envs.registry import make
+    from nanoragen.metrics import check_trackers
+    from nanoragen.model import locate
+    from nanoragen.stop import check as check_stops
+
+    make(c.env, **cli.options(c.env_options))
+    check_trackers(c.log)
+    check_stops(c.early_stop)
+    for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
+        if getattr(c, key) < 1:
+            raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
+    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "grad_every", "eval_every", "save_every",
+                "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout", "loss_length",
+                "value_clip", "filter_eps", "reward_noise"):  # fmt: skip
+        if not 0 <= getattr(c, key) < math.inf:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 or more")
+    for key in ("clip_low", "clip_high"):
+        if not getattr(c, key) > 0:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0, inf for no clipping")
+    for key in ("lr", "critic_lr", "temperature", "max_grad_norm"):
+        if not 0 < getattr(c, key) < math.inf:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
+    if not 0 <= c.max_faults <= 1:
+        raise ValueError(f"max_faults: {c.max_faults}; valid: 0 to 1")
+    for key in ("gamma", "lam", "turn_gamma", "turn_lam", "quantile"):
+        if not 0 <= getattr(c, key) <= 1:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 to 1")
+    check_algorithm(c)
+    locate(c.model)
+    whole = c.filter == "top_k_abs"
+    if c.filter != "none" and not (1 <= c.filter_value <= c.groups if whole else 0 < c.filter_value <= 1):
+        valid = f"1 to {c.groups} groups" if whole else "above 0, at most 1"
+        raise ValueError(f"filter_value: {c.filter_value} with --filter {c.filter}; valid: {valid}")
+
+
+def check_algorithm(c):
+    """ValueError for settings that contradict each other, or that nothing would read."""
+    critic, whole = c.baseline == "critic", c.credit == "episode" and c.baseline in ("mean", "others")
+    normed = c.aggregation == "seq_mean_token_sum_norm"
+    for key, fits, given, valid in (
+        ("group_size", c.group_size > 1 or critic and c.filter == "none", f"--baseline {c.baseline}", "2 or more, to be compared"),
+        ("scale", c.scale != "std" or not critic, "--baseline critic", "batch, none"),
+        ("scale", c.scale != "per_reward" or whole, f"--baseline {c.baseline} --credit {c.credit}", "batch, none"),
+        ("credit", c.credit == "episode" or c.baseline != "quantile", "--baseline quantile", "episode"),
+        ("bi_level", critic or not c.bi_level, f"--baseline {c.baseline}", "--algo ppo"),
+        ("value_clip", critic or not c.value_clip, f"--baseline {c.baseline}", "--algo ppo"),
+        ("gamma", critic or c.gamma == 1, f"--baseline {c.baseline}", "--algo ppo"),
+        ("lam", critic or c.lam == 1, f"--baseline {c.baseline}", "--algo ppo"),
+        ("turn_gamma", c.bi_level or c.turn_gamma == 1, "no --bi_level", "--bi_level"),
+        ("turn_lam", c.bi_level or c.turn_lam == 1, "no --bi_level", "--bi_level"),
+        ("loss_length", normed or not c.loss_length, f"--aggregation {c.aggregation}", "--aggregation seq_mean_token_sum_norm"),
+        ("filter_eps", c.filter in ("ragen", "top_p") or not c.filter_eps, f"--filter {c.filter}", "--filter top_p"),
+        *((k, c.filter != "ragen" or getattr(c, k) == v, "--filter ragen", f"{v}, or --filter top_p")
+          for k, v in RAGEN_FILTER.items()),
+    ):  # fmt: skip
+        if not fits:
+            raise ValueError(f"{key}: {getattr(c, key)} with {given}; valid: {valid}")

@@ -1,0 +1,537 @@
+"""WebShop: the reward against a judge that knows the catalogue (E20), the pages, the actions, and WebShop's own files (I3)."""
+
+import itertools
+import json
+import random
+import re
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("bm25s")
+
+from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS  # noqa: E402
+from nanoragen.envs.webshop import WebShop, score  # noqa: E402
+from nanoragen.envs.webshop_catalogue import DEPARTMENTS, EVERY, Goal, Product, generated  # noqa: E402
+
+SHOE = Product(
+    "B1", "Corva Waterproof Hiking Boots", "hiking boots", "Clothing › Hiking Boots", ("waterproof", "slim fit"),
+    {"color": ("blue", "navy blue", "red"), "size": ("6", "6.5", "10")}, 49.99, "$49.99", "A pair of boots.", ("Fleece lined",),
+)  # fmt: skip
+GOAL = Goal(0, "Find me ...", ("waterproof", "slim fit"), (("color", "blue"), ("size", "6")))
+
+
+def pay(bought=SHOE, color="blue", size="6", wanted=SHOE, limit=50.0, goal=GOAL):
+    chosen = {k: v for k, v in (("color", color), ("size", size)) if v}
+    return score(bought, chosen, wanted, goal, limit)
+
+
+def like(product=SHOE, **changes):
+    return Product(**{**vars(product), **changes})
+
+
+# -- reward ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fifths, options",
+    [  # of |attributes| + |options| + 1 = 5
+        (5, {}),
+        (5, {"color": "Blue"}),  # E20: how a value is spelt does not matter
+        (5, {"color": " BLUE "}),
+        (4, {"color": "red"}),
+        (4, {"color": ""}),
+        (4, {"color": "navy blue"}),  # the product does have blue itself
+        (4, {"size": "6.5"}),
+        (4, {"size": "10"}),
+        (3, {"color": "", "size": ""}),
+        (5, {"limit": 49.99}),
+        (4, {"limit": 49.98}),
+    ],
+)
+def test_e20_options_and_price(fifths, options):
+    assert pay(**options) == fifths / 5
+
+
+def test_e20_price_passes_up_to_the_limit():
+    assert pay(like(price=49.99), limit=50.0) == 1.0
+    assert pay(like(price=50.0), limit=50.0) == 1.0
+    assert pay(like(price=50.01), limit=50.0) == 0.8
+
+
+def test_values_that_are_near_count_where_there_is_nothing_nearer():
+    snow = like(options={"color": ("powder snow", "red"), "size": ("large", "x-large"), "pack": ("pack of 6", "pack of 12")})
+
+    def chose(name, value, wanted):
+        return score(snow, {name: value}, snow, Goal(0, "", ("waterproof",), ((name, wanted),)), 1e9) == 1.0
+
+    assert chose("color", "powder snow", "cool powder snow")  # WebShop's own example
+    assert not chose("color", "red", "cool powder snow")
+    assert chose("pack", "pack of 6", "packs of 6") and not chose("pack", "pack of 12", "pack of 6")
+    assert not chose("pack", "pack of 6", "pack")
+    assert not chose("size", "x-large", "large") and not chose("size", "large", "xx large")  # sizes are exact
+    assert score(snow, {"size": "x-large"}, snow, Goal(0, "", ("waterproof",), (("", "large"),)), 1e9) == 2 / 3
+
+
+def test_one_choice_does_not_meet_two_options():
+    goal = Goal(0, "", ("waterproof",), (("color", "blue"), ("trim", "blue")))
+    assert score(SHOE, {"color": "blue"}, SHOE, goal, 1e9) == 3 / 4
+
+
+def test_what_nobody_asked_for_does_not_count():
+    named = like(name="Corva Red Hiking Boots")
+    assert pay(named, color="red", wanted=named) == 0.8  # there, a chosen value in the title counts as asked for
+
+
+@pytest.mark.parametrize(
+    "attribute, has",
+    [
+        ("waterproof", True),
+        ("Water-Proof", False),
+        ("WATERPROOF", True),
+        ("slim fits", True),  # WebShop's fuzzy match: essential oil, essential oils
+        ("fleece lined", True),  # said among the features
+        ("boots", True),
+        ("lined fleece", False),
+        ("proof", False),
+        ("fit slim", True),
+        ("slim waterproof", False),
+        ("", False),
+        ("!!", False),
+    ],
+)
+def test_attributes(attribute, has):
+    assert score(SHOE, {}, SHOE, Goal(0, "", (attribute,), ()), 1e9) == (2 if has else 1) / 2
+
+
+@pytest.mark.parametrize(
+    "r_type, changes",
+    [
+        (1.0, {"name": "Pelo Hiking Boots"}),
+        (1.0, {"name": "Boots", "kind": "x", "category": "x"}),  # 1/3 of the words of the name
+        (0.0, {"name": "Pelo Slim Fit Waterproof Kettle"}),  # attributes are no reason to think it is the same thing
+        (0.0, {"name": "Kettle", "category": "Clothing › Hiking Boots"}),
+        (0.0, {"name": ""}),
+    ],
+)
+def test_type_of_the_product(r_type, changes):
+    assert pay(like(**changes)) == r_type * (4 + ("waterproof" in SHOE.attributes)) / 5
+
+
+def test_type_where_the_names_share_little():
+    long = like(name=" ".join(f"word{i}" for i in range(1, 21)))
+    for shared, other, r_type in ((1, {}, 0.1), (2, {}, 1.0), (4, {}, 1.0), (5, {}, 1.0)):  # of 20 words; 0.1 is not < 0.1
+        assert pay(like(name=" ".join(f"word{i}" for i in range(1, shared + 1)), **other), wanted=long) == r_type
+    foreign = {"kind": "x", "category": "Home › Hiking Boots"}
+    for shared, r_type in ((1, 0.1), (2, 0.5), (4, 0.5), (5, 1.0)):  # 0.2 is not > 0.2
+        assert pay(like(name=" ".join(f"word{i}" for i in range(1, shared + 1)), **foreign), wanted=long) == r_type
+
+
+def test_words_of_the_catalogue_cannot_be_confused():
+    kinds = [k for _, kinds in DEPARTMENTS.values() for k in kinds]
+    words = [w for k in kinds for w in k.split()]
+    assert len(words) == len({w.rstrip("s") for w in words}) == 2 * len(kinds)
+    attributes = {a for attributes, _ in DEPARTMENTS.values() for a in attributes}
+    assert not {w for a in attributes for w in a.split()} & set(words)
+    for a, b in itertools.permutations(attributes, 2):
+        assert f" {a} " not in f" {b} "
+    for p in generated(1000, 0).products:
+        brand = p.name.split()[0].lower()
+        assert brand not in words and brand not in " ".join(attributes).split()
+
+
+def fits(product, chosen, goal, wanted, limit) -> bool:
+    """By the catalogue itself: the kind, the lists of attributes and options, the price."""
+    return (
+        product.kind == wanted.kind
+        and set(goal.attributes) <= set(product.attributes)
+        and all(chosen.get(name) == value for name, value in goal.options)
+        and round(100 * product.price) <= round(100 * limit)
+    )
+
+
+def test_the_whole_catalogue_against_every_goal():
+    """6 goals x 1,000 products, with the options that were asked for where the product has them, or any others."""
+    env, rng, right = WebShop(), random.Random(0), 0
+    for seed in range(6):
+        env.reset(seed=seed)
+        wanted = env.catalogue.products[env.goal.product]
+        for n, product in enumerate(env.catalogue.products):
+            asked = dict(env.goal.options)
+            chosen = {k: asked.get(k) if asked.get(k) in v else rng.choice(v) for k, v in product.options.items()}
+            if n != env.goal.product and rng.random() < 0.3:
+                chosen = {k: rng.choice(v) for k, v in product.options.items() if rng.random() < 0.8}
+            reward = score(product, chosen, wanted, env.goal, env.limit)
+            assert (reward == 1.0) == fits(product, chosen, env.goal, wanted, env.limit)
+            assert 0.0 <= reward <= 1.0 and (product.kind == wanted.kind or reward == 0.0)
+            right += reward == 1.0
+    assert right >= 6
+
+
+# -- playing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"products": 50}, {"products": 200, "per_page": 2}, {"catalogue_seed": 9}])
+def test_solver(options):
+    env = WebShop(**options)
+    won = 0
+    for seed in [*range(60), *range(TRAIN_SEEDS.start, TRAIN_SEEDS.start + 60)]:
+        env.reset(seed=seed)
+        results = [env.step(a) for a in itertools.islice(env.demonstrate(), env.max_turns)]
+        won += results[-1][4]["success"]
+        assert all(r[4]["action_is_valid"] and r[4]["action_is_effective"] for r in results)
+    assert won >= 0.95 * 120
+
+
+def test_solver_finds_back_from_anywhere():
+    env, rng = WebShop(products=100, per_page=5), random.Random(0)
+    for seed in range(60):
+        env.reset(seed=seed)
+        for _ in range(rng.randrange(8)):
+            actions = [f"click[{b}]" for b in env.buttons() if b != "buy now"] or ["search[wool hair lamp]"]
+            env.step(rng.choice(actions))
+        done = [env.step(a) for a in itertools.islice(env.demonstrate(), 40)]
+        assert done[-1][4]["success"]
+
+
+def test_success_is_a_reward_of_one_and_nothing_less():
+    env, seen = WebShop(products=60), set()
+    for seed in range(40):
+        for skip in (0, 1):  # with all options, and with one left out
+            env.reset(seed=seed)
+            actions = []
+            while best := env.best_actions():
+                drop = skip and env.page == "item" and best != ["click[Buy Now]"] and len(actions) == 2
+                actions.append("click[Buy Now]" if drop and len(best) == 1 else best[0])
+                _, reward, over, _, info = env.step(actions[-1])
+            assert over and info["success"] == (reward == 1.0)
+            seen.add(reward)
+    assert 1.0 in seen and min(seen) < 1.0
+
+
+def test_buying_pays_once():
+    env = WebShop(products=60)
+    env.reset(seed=1)
+    for action in env.demonstrate():
+        reward = env.step(action)[1]
+    assert reward == 1.0
+    for action in ("click[Buy Now]", "search[lamp]", "click[Back to Search]"):
+        _, reward, over, _, info = env.step(action)
+        assert (reward, over, info["success"], info["action_is_valid"]) == (0.0, True, True, False)
+
+
+def test_random_actions_are_valid_and_seldom_win():
+    env, rng, won = WebShop(), np.random.default_rng(0), 0
+    for seed in range(100):
+        env.reset(seed=seed)
+        for _ in range(env.max_turns):
+            _, _, over, _, info = env.step(env.random_action(rng))
+            assert info["action_is_valid"]
+            if over:
+                break
+        won += info["success"]
+    assert won < 30
+
+
+def at(page, **options):
+    """The shop, with seed 0, on the page of results or of the product asked for."""
+    env = WebShop(products=100, **options)
+    env.reset(seed=0)
+    actions = env.demonstrate()
+    for _ in range({"search": 0, "results": 1, "item": 2}[page]):
+        env.step(next(actions))
+    return env
+
+
+@pytest.mark.parametrize(
+    "page, action",
+    [
+        ("search", "search[boots]"),
+        ("search", "Search[ BOOTS ]"),
+        ("search", " search [boots] \n"),
+        ("search", "search[[boots]]"),
+        ("search", "search[zzz]"),
+        ("results", "click[Back to Search]"),
+        ("results", "CLICK[ back  to search ]"),
+        ("results", "click[Next >]"),
+        ("item", "click[< Prev]"),
+        ("item", "click[Description]"),
+        ("item", "click[features]"),
+        ("item", "click[Buy Now]"),
+    ],
+)
+def test_actions_that_are_understood(page, action):
+    env = at(page, per_page=3)
+    before = env.render()
+    text, _, _, _, info = env.step(action)
+    assert info["action_is_valid"] and info["action_is_effective"] and text != before
+
+
+@pytest.mark.parametrize(
+    "page, action",
+    [
+        ("search", "search"),
+        ("search", "search[]"),
+        ("search", "search[ ]"),
+        ("search", "search boots"),
+        ("search", "search[boots"),
+        ("search", "searchboots]"),
+        ("search", "search(boots)"),
+        ("search", "buy[boots]"),
+        ("search", "click[Search]"),
+        ("search", "click[Buy Now]"),
+        ("search", "search[a] click[b]]["),
+        ("results", "search[boots]"),  # the box is on the search page
+        ("results", "click[Buy Now]"),
+        ("results", "click[< Prev]"),  # the first page
+        ("results", "click[B99999]"),
+        ("results", "click[Page 1]"),
+        ("item", "click[Next >]"),
+        ("item", "click[color]"),
+        ("item", "click[Price]"),
+        ("item", "click[Rating: N.A.]"),
+        ("item", "click[Instruction:]"),
+        ("item", "click[chartreuse]"),
+    ],
+)
+def test_actions_that_are_not(page, action):
+    env = at(page, per_page=3)
+    before = env.render()
+    text, reward, over, _, info = env.step(action)
+    assert text == before and reward == 0.0 and not over
+    assert not info["action_is_valid"] and not info["action_is_effective"]
+
+
+def test_only_what_the_page_shows_can_be_clicked():
+    env = at("results", per_page=3)
+    shown, hidden = env.results[:3], env.results[3:]
+    assert not env.step(f"click[{env.catalogue.products[hidden[0]].id}]")[4]["action_is_valid"]
+    assert env.step("click[Next >]")[4]["action_is_valid"]
+    assert not env.step(f"click[{env.catalogue.products[shown[0]].id}]")[4]["action_is_valid"]
+    assert env.step(f"click[{env.catalogue.products[hidden[0]].id.lower()}]")[4]["action_is_valid"]
+    assert env.step("click[< Prev]")[0].count("Page 2") == 1
+
+
+def test_options_are_kept_on_the_sub_pages_and_lost_on_leaving():
+    env = at("item")
+    value = env.goal.options[0][1]
+    assert env.step(f"click[{value.upper()}]")[4]["action_is_effective"]
+    assert not env.step(f"click[{value}]")[4]["action_is_effective"]  # chosen already
+    for action in ("click[Features]", "click[< Prev]", "click[Description]", "click[< Prev]"):
+        env.step(action)
+    assert value in env.chosen.values()
+    env.step("click[< Prev]")
+    env.step(f"click[{env.catalogue.products[env.goal.product].id}]")
+    assert env.chosen == {}
+
+
+def test_a_search_that_finds_nothing_shows_an_empty_page():
+    env = at("search")
+    text = env.step("search[zzz qqq]")[0]
+    assert text.endswith("Back to Search [SEP] Page 1 (Total results: 0)") and env.buttons() == ["back to search"]
+
+
+def test_thousand_fuzzed_actions_never_raise_nor_win_unfairly():
+    env, rng, over, bought = WebShop(products=100), random.Random(1), True, 0
+    pieces = ["search[", "click[", "]", "[", "Buy Now", "< Prev", "Next >", "Back to Search", "B00001", "color", "\x00", "||", "é"]
+    for i in range(1_000):
+        if over:
+            env.reset(seed=i)
+        noise = "".join(rng.choice(pieces) for _ in range(rng.randrange(6)))
+        action = noise if rng.random() < 0.5 else env.random_action(np.random.default_rng(i))
+        before = env.page
+        text, reward, over, truncated, info = env.step(action)
+        assert env.observation_space.contains(text) and 0.0 <= reward <= 1.0 and not truncated
+        assert over == (env.page == "done")
+        if over and before != "done":
+            wanted, product = (env.catalogue.products[n] for n in (env.goal.product, env.item))
+            assert info["success"] == fits(product, env.chosen, env.goal, wanted, env.limit)
+            bought += 1
+    assert bought > 5
+
+
+# -- instances ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_catalogue():
+    products = generated(1000, 0).products
+    assert len(products) == 1000 == len({p.id for p in products}) == len({p.name for p in products})
+    assert len({p.kind for p in products}) == 42
+    for p in products:
+        attributes, kinds = DEPARTMENTS[p.category.split(" › ")[0]]
+        low, high, options = kinds[p.kind]
+        assert low <= p.price < high and p.price_text == f"${p.price:.2f}"
+        assert 3 <= len(p.attributes) == len(set(p.attributes)) and set(p.attributes) <= set(attributes)
+        assert set(p.options) == set(options) and all(p.options[k] and set(p.options[k]) <= set(options[k]) for k in options)
+    assert generated.__wrapped__(60, 3).products == generated(60, 3).products != generated(60, 4).products
+    assert WebShop().catalogue is WebShop().catalogue  # built once
+
+
+def test_what_evaluation_asks_for_is_never_trained_on():
+    env = WebShop(products=100)
+    asked = {}
+    for seeds in (EVAL_SEEDS, TRAIN_SEEDS):
+        for seed in seeds[:300]:
+            env.reset(seed=seed)
+            asked.setdefault(seeds, set()).add(env.goal.product)
+    assert asked[EVAL_SEEDS] == set(range(0, 100, EVERY)) and not asked[TRAIN_SEEDS] & asked[EVAL_SEEDS]
+
+
+def test_the_limit_is_one_that_the_product_keeps():
+    env = WebShop()
+    for seed in range(200):
+        text, _ = env.reset(seed=seed)
+        price = env.catalogue.products[env.goal.product].price
+        assert price < env.limit <= price + 40 and env.limit % 10 == 0
+        assert f"price lower than {env.limit:.2f} dollars" in text
+        assert all(a in text for a in env.goal.attributes) and all(f"{k}: {v}" in text for k, v in env.goal.options)
+
+
+@pytest.mark.parametrize(
+    "key, options",
+    [
+        ("products", {"products": 9}),
+        ("products", {"products": 10_001}),
+        ("products", {"products": "many"}),
+        ("per_page", {"per_page": 0}),
+        ("per_page", {"per_page": 11}),
+        ("catalogue_seed", {"catalogue_seed": -1}),
+        ("catalogue_seed", {"catalogue_seed": 0.5}),
+        ("data", {"data": "nowhere.json"}),
+    ],
+)
+def test_impossible_options(key, options):
+    with pytest.raises(ValueError, match=f"^{key}: .*valid: ") as error:
+        WebShop(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_without_bm25s_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'nanoragen[envs]'")) as error:
+        WebShop(products=13, catalogue_seed=77)
+    assert "\n" not in str(error.value) and "valid: " in str(error.value)
+
+
+# -- WebShop's files ---------------------------------------------------------------------------------------------------
+
+
+def item(asin, **changes):
+    return {
+        "asin": asin, "name": f"Acme {asin} Loose Fit Tuxedo Shirt", "category": "fashion", "query": "Tuxedo Shirts ",
+        "product_category": "Clothing, Shoes & Jewelry › Men › Shirts", "pricing": "$19.99", "images": ["x.jpg"],
+        "full_description": "A shirt.", "small_description": ["Cotton", "Machine wash"],
+        "customization_options": {"Size": [{"value": "Small", "image": None}, {"value": "X-Large "}], "Color": None},
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """WebShop's three files, small, with what is odd in the large ones."""
+    items = [
+        item("A000000001"),
+        item("A000000002", pricing="$1,010.00 to $1,020.50", small_description="One feature", full_description=None),
+        item("A000000003", pricing=None, customization_options={"Color": [{"value": "Red/Black"}, {"value": "navy blue"}]}),
+        item("A000000003", name="the same again"),
+        item("nan"),
+        item("A00000000004"),
+    ]
+    about = {
+        "attributes": ["loose fit", "machine wash"],
+        "instruction": "Find me loose fit men's shirts",
+        "instruction_attributes": ["loose fit"],
+    }
+    asked = {"A000000001": about, "A000000002": {**about, "instruction": None}, "A000000003": about}
+
+    def goal(text, attributes, options):
+        return {"instruction": text, "instruction_attributes": attributes, "instruction_options": options}
+
+    told = {
+        "A000000003": [goal("i want a loose fit shirt in blue.", ["loose fit"], ["blue"]), goal("nothing to check", [], [])],
+        "A000000001": [goal("get me a small one", ["machine wash"], {"Size": "Small"})],
+    }
+    for name, content in (("items_shuffle_1000", items), ("items_ins_v2_1000", asked), ("items_human_ins", told)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return tmp_path
+
+
+def test_goals_that_people_wrote(folder):
+    env = WebShop(data=str(folder))
+    assert [p.id for p in env.catalogue.products] == ["A000000001", "A000000002", "A000000003"]
+    assert [p.price for p in env.catalogue.products] == [19.99, 1020.5, 100.0]
+    assert env.catalogue.products[1].price_text == "$1010.0 to $1020.5"
+    assert env.catalogue.products[2].options == {"color": ("red | black", "navy blue")}
+    texts = set()
+    for seed in [*range(20), *range(TRAIN_SEEDS.start, TRAIN_SEEDS.start + 20)]:
+        texts.add(re.sub(r", and price lower than .*", "", env.reset(seed=seed)[0].split(" [SEP] ")[2]))
+        for action in itertools.islice(env.demonstrate(), 8):
+            result = env.step(action)
+        assert result[4]["success"] or env.goal.options == (("", "blue"),)
+    assert texts == {"i want a loose fit shirt in blue", "get me a small one"}
+
+
+def test_goals_of_an_option_without_a_name(folder):
+    env = WebShop(data=str(folder / "items_shuffle_1000.json"))
+    env.reset(seed=TRAIN_SEEDS.start)
+    assert env.goal.options == (("", "blue"),)
+    env.step("search[shirt]")
+    env.step("click[a000000003]")
+    env.step("click[Navy Blue]")  # the nearest there is
+    assert env.step("click[Buy Now]")[1] == 1.0
+
+
+def test_goals_made_from_attributes_where_there_are_none_of_people(folder):
+    (folder / "items_human_ins.json").unlink()
+    env = WebShop(data=str(folder))
+    assert {g.product for g in env.catalogue.goals + env.catalogue.held_out} == {0, 2}
+    text, _ = env.reset(seed=0)
+    assert re.search(r"Find me loose fit men's shirts with size: (small|x-large), and price lower than [345]0.00 dollars", text)
+    for action in env.demonstrate():
+        result = env.step(action)
+    assert result[1] == 1.0
+
+
+def test_pages_are_webshops(folder):
+    """Its simple text mode: the visible texts of each page, joined by [SEP]."""
+    env = WebShop(data=str(folder))
+    text, _ = env.reset(seed=0)
+    top = f"Instruction: [SEP] {env.text}"
+    assert text == f"WebShop [SEP] {top} [SEP] Search"
+    assert env.step("search[A000000001]")[0] == (
+        f"{top} [SEP] Back to Search [SEP] Page 1 (Total results: 1) [SEP] "
+        "A000000001 [SEP] Acme A000000001 Loose Fit Tuxedo Shirt [SEP] $19.99"
+    )
+    page = (
+        f"{top} [SEP] Back to Search [SEP] < Prev [SEP] size [SEP] small [SEP] x-large [SEP] "
+        "Acme A000000001 Loose Fit Tuxedo Shirt [SEP] Price: $19.99 [SEP] Rating: N.A. [SEP] "
+        "Description [SEP] Features [SEP] Buy Now"
+    )
+    assert env.step("click[A000000001]")[0] == page
+    assert env.step("click[Features]")[0] == f"{top} [SEP] Back to Search [SEP] < Prev [SEP] Cotton [SEP] Machine wash"
+    assert env.step("click[< Prev]")[0] == page
+    assert env.step("click[Description]")[0] == f"{top} [SEP] Back to Search [SEP] < Prev [SEP] A shirt."
+    env.step("click[< Prev]"), env.step("click[small]")
+    assert env.step("click[Buy Now]")[0] == "Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0) [SEP] 1.00"
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("items_shuffle_1000", "{", "is not JSON"),
+        ("items_shuffle_1000", "{}", "holds no list"),
+        ("items_shuffle_1000", "[3]", "product 1 cannot be used"),
+        ("items_shuffle_1000", '[{"asin": "B1"}]', "product 1 cannot be used"),
+        ("items_shuffle_1000", "[]", "ask for none of its products"),
+        ("items_ins_v2_1000", "[]", "holds no dict"),
+        ("items_ins_v2_1000", None, "cannot be read"),
+        ("items_human_ins", "{}", "ask for none of its products"),
+    ],
+)
+def test_files_that_cannot_be_used(folder, name, content, says):
+    file = folder / f"{name}.json"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(ValueError, match=f"^data: .*{says}.*valid: WebShop's") as error:
+        WebShop(data=str(folder))
+    assert "\n" not in str(error.value)
