@@ -314,7 +314,6 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
-    from nanoragen.kernels.advantage import group_advantages
     from nanoragen.rollout import Sampling, rollout
     from nanoragen.stop import early_stop
 
@@ -422,9 +421,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
 
         if c.grad_every and (step - 1) % c.grad_every == 0:
             phase("gradients")
-            begun, every = time.perf_counter(), group_advantages(rewards, ids, scale="std", num_groups=c.groups)  # no filter
-            pad = tokenizer.pad_token_id
-            line.update(gradients.by_bucket(model, reference, episodes, group, every, c, pad, score, policy_loss))
+            begun, ours, pad = time.perf_counter(), (score, token_weight, policy_loss), tokenizer.pad_token_id
+            line.update(gradients.measure(model, reference, critic, episodes, rewards, ids, pad, c, *ours))
             line["time/gradients"] = time.perf_counter() - begun
 
         credited = torch.zeros(len(episodes))  # mean over an episode's tokens, for the log

@@ -1,13 +1,13 @@
 """Gradients by reward variance: which prompts teach the task, and where only the regularisers speak (RAGEN-2's SNR picture).
 
-    every = group_advantages(rewards, group)                                   # all groups, before the filter
-    found = by_bucket(model, reference, episodes, group, every, c, pad_id, score, policy_loss)
+    found = measure(model, reference, critic, episodes, rewards, ids, pad_id, c, score, token_weight, policy_loss)
     # {"grad_norm/0/task": 0.21, "grad_norm/0/entropy": 0.35, ..., "grad_norm/5/std_max": 0.53}
 
 Groups are sorted by in-group reward std into buckets of (all but) equally many groups, bucket 0 the lowest. In each bucket,
 as if it were a minibatch of its own, three gradients are taken at the weights as they are: of the task (policy term at ratio
-1), of the entropy bonus with coefficient 1, and of the KL to the reference with coefficient 1. The paper's claim: where
-rewards hardly vary the task gradient is weak, the other two are not, so they decide what is learned there.
+1, with the advantages that the run's algorithm gives without a filter), of the entropy bonus with coefficient 1, and of the
+KL to the reference with coefficient 1. The paper's claim: where rewards hardly vary the task gradient is weak, the other two
+are not, so they decide what is learned there.
 
 Signal-to-noise ratio of the task gradient g: every group's episodes are dealt to two halves in turn. Of their gradients a and b
 (means over n_a and n_b episodes), with n = n_a + n_b and g = (n_a a + n_b b) / n,
@@ -16,9 +16,10 @@ Signal-to-noise ratio of the task gradient g: every group's episodes are dealt t
     signal = |g|^2 - noise                 expectation: |E g|^2
     snr = signal / noise                   powers, not amplitudes; about 0: another draw would point anywhere
 
-Both are unbiased for independent episodes, so the ratio is no smoothed one: it is negative about as often as not where there
-is no signal, and reported as it is. Episodes that share a baseline are not quite independent: with A = r - mean(r) of K
-episodes the signal is high by the share 1 / (K-1)^2 (2% for K = 8). To average over steps, average |g|^2 / (1 + snr), the noise.
+Both are unbiased for independent episodes of equal weight, so the ratio is no smoothed one: it is negative about as often as
+not where there is no signal, and reported as it is. Episodes that share a baseline are not quite independent: with
+A = r - mean(r) of K episodes the signal is high by the share 1 / (K-1)^2 (2% for K = 8). To average over steps, average the
+noise, |g|^2 / (1 + snr), and |g|^2.
 
 Nothing of the run is changed: gradients come from torch.autograd.grad, which touches no .grad, and nothing is random. Costs a
 forward and three backward passes over the step's episodes, and memory for four gradients. Left out: a bucket of everything (the
@@ -30,6 +31,7 @@ from dataclasses import replace
 
 import torch
 
+from nanoragen import advantages
 from nanoragen.batch import make_batch, micro_batches
 from nanoragen.model import autocast
 
@@ -43,12 +45,28 @@ def buckets(std: list[float], count: int = BUCKETS) -> list[list[int]]:
     return [order[len(order) * n // count : len(order) * (n + 1) // count] for n in range(count)]
 
 
-def by_bucket(model, reference, episodes, group, every, c, pad_id, score, policy_loss) -> dict[str, float]:
-    """The metrics above of a step's episodes; {} where none has a sampled token. Nothing is filtered here.
+def measure(model, reference, critic, episodes, rewards, ids, pad_id, c, score, token_weight, policy_loss) -> dict[str, float]:
+    """The metrics above of a step's episodes, none filtered, under the run's settings c; {} where none has a sampled token.
 
-    reference: frozen model, or None (no KL then); group: [B] group of each episode; every: GroupAdvantages of all groups,
-    unfiltered; c: the run's settings. score, policy_loss: train.py's own, handed over because a script has no one name to be
-    imported by.
+    reference: frozen model, or None (no KL then); critic: or None; rewards, ids [B]: of each episode, its group. The last three
+    are train.py's own, handed over because a script has no one name to be imported by.
+    """
+    rows = [row for row, e in enumerate(episodes) if e.num_tokens]
+    if not rows:
+        return {}
+    c = replace(c, filter="none", filter_include_zero=True)
+    batch, kept = make_batch(episodes, pad_id).to(model.device), torch.tensor(rows, dtype=torch.long)
+    found = advantages.group_statistics(c, episodes, rewards, ids)
+    value = critic.values(batch, kept, c) if critic else None
+    advantage, _ = advantages.token_advantages(c, found, episodes, rewards, ids, batch, kept, value)
+    members = {}  # group -> its episodes
+    for row in rows:
+        members.setdefault(int(ids[row]), []).append(row)
+    return by_bucket(model, reference, batch, members, found.std.tolist(), advantage, c, score, token_weight, policy_loss)
+
+
+def by_bucket(model, reference, batch, members, std, advantage, c, score, token_weight, policy_loss) -> dict[str, float]:
+    """members {group: rows of the batch}; std [G] of each group's rewards; advantage [B, T].
 
     grad_norm/<bucket>/task, entropy, kl  norms of the three gradients. The KL's is 0 where policy and reference agree, except
                                           for --kl k1, whose gradient is 0 in expectation only
@@ -56,18 +74,11 @@ def by_bucket(model, reference, episodes, group, every, c, pad_id, score, policy
     grad_norm/<bucket>/groups             groups in it
     grad_norm/<bucket>/std_min, std_max   lowest and highest in-group reward std in it
     """
-    members = {}  # group -> its episodes with tokens
-    for row, (g, e) in enumerate(zip(group, episodes)):
-        if e.num_tokens:
-            members.setdefault(g, []).append(row)
-    if not members:
-        return {}
-    batch, std, found = make_batch(episodes, pad_id).to(model.device), every.std.tolist(), {}
-    names = sorted(members)
+    found, names = {}, sorted(members)
     for n, bucket in enumerate(buckets([std[g] for g in names])):
         bucket = [names[i] for i in bucket]
         halves = [[row for g in bucket for row in members[g][half::2]] for half in (0, 1)]
-        grads = gradients(model, reference, batch, halves, every.advantages, c, score, policy_loss)
+        grads = gradients(model, reference, batch, halves, advantage, c, score, token_weight, policy_loss)
         norms = {"task": norm(add(grads["a"], grads["b"])), "entropy": norm(grads["entropy"])}
         if reference is not None:
             norms["kl"] = norm(grads["kl"])
@@ -78,29 +89,29 @@ def by_bucket(model, reference, episodes, group, every, c, pad_id, score, policy
     return found
 
 
-def gradients(model, reference, batch, halves, advantage, c, score, policy_loss) -> dict[str, list]:
-    """Gradients of the parts of policy_loss, mean over the episodes of both halves of the mean over each one's tokens.
+def gradients(model, reference, batch, halves, advantage, c, score, token_weight, policy_loss) -> dict[str, list]:
+    """Gradients of the parts of policy_loss over the episodes of both halves, aggregated as a minibatch of training is.
 
-    halves: two lists of rows of the batch; advantage [B]. Returns "a" and "b", each half's terms of the task gradient (it is
+    halves: two lists of rows of the batch; advantage [B, T]. Returns "a" and "b", each half's terms of the task gradient (it is
     their sum), "entropy" and "kl": lists of tensors, one a trained parameter.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    length = batch.mask[:, 1:].sum(1)  # sampled tokens of each episode [B]
+    both = torch.tensor(halves[0] + halves[1], dtype=torch.long)
+    weight = torch.zeros(len(batch.mask), dtype=advantage.dtype, device=model.device)
+    weight[both] = token_weight(batch.mask.sum(1)[both].to(advantage.dtype), c)
     task_only, entropy_only, kl_only = (replace(c, entropy_coef=e, beta=b) for e, b in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)))
     found = {part: [torch.zeros_like(p) for p in parameters] for part in ("a", "b", "entropy", "kl")}
     for half, these in zip("ab", halves):
         for rows in micro_batches(batch, torch.tensor(these, dtype=torch.long), c.micro_batch) if these else []:
             with autocast(model.device, c.dtype):
                 logprob, entropy, row = score(model, batch, rows, c.temperature)
-            episode = rows.to(model.device)[row]  # [P]
-            weight = 1.0 / (length[episode].to(logprob.dtype) * sum(map(len, halves)))
             now, none = logprob.detach(), torch.zeros_like(logprob)  # ratio 1, advantage 0
-            parts = {half: (advantage[episode], None, task_only), "entropy": (none, None, entropy_only)}
+            parts = {half: (advantage[rows][batch.mask[rows]], None, task_only), "entropy": (none, None, entropy_only)}
             if reference is not None:  # same rows, same padding: equal models give equal bits
                 with torch.no_grad(), autocast(model.device, c.dtype):
                     parts["kl"] = none, score(reference, batch, rows, c.temperature)[0], kl_only
             for part, (a, ref, settings) in parts.items():
-                loss, _ = policy_loss(logprob, now, a, weight, entropy, ref, settings)
+                loss, _ = policy_loss(logprob, now, a, weight[rows][row], entropy, ref, settings)
                 last = part == list(parts)[-1]
                 grads = torch.autograd.grad(loss, parameters, retain_graph=not last, allow_unused=True)
                 found[part] = [x if g is None else x + g for x, g in zip(found[part], grads)]

@@ -1,4 +1,4 @@
-"""Few numbers, honestly: rank correlation, 95% intervals of a statistic over runs and of a mean of pairs, and what they allow to say.
+"""Few numbers, honestly: rank correlation, 95% intervals of a statistic and of a mean, and what they allow to say.
 
 Left out: corrections for asking several questions. scipy has all but the verdict; a test compares.
 """

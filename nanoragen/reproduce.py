@@ -41,7 +41,11 @@ FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_valu
 COMMON = {"env": "frozen_lake", "early_stop": "none", "eval_every": 0, "keep": 1}  # all runs as long as each other
 QUICK = {"steps": 12, "groups": 6, "group_size": 8, "final_episodes": 128, "grad_every": 6, "save_every": 6}
 FULL = {"steps": 32, "groups": 16, "group_size": 8, "final_episodes": 256, "grad_every": 8, "save_every": 8}
-STRENGTHS = {"kl": ("beta", (0.1, 0.01, 1.0)), "entropy": ("entropy_coef", (0.03, 0.003, 0.1)), "noise": ("reward_noise", (1.0, 0.3, 3.0))}
+STRENGTHS = {
+    "kl": ("beta", (0.1, 0.01, 1.0)),
+    "entropy": ("entropy_coef", (0.03, 0.003, 0.1)),
+    "noise": ("reward_noise", (1.0, 0.3, 3.0)),
+}
 
 
 @dataclass
@@ -201,14 +205,17 @@ def analyse(runs: list[dict]) -> dict:
         return abs(of["mi"](x)) - abs(of["entropy"](x))
 
     for text, statistic, judged in (
-        ("rank correlation of final MI with success is positive", of["mi"], True),
-        ("rank correlation of final entropy with success", of["entropy"], False),
+        ("final MI goes with success (rank correlation)", of["mi"], True),
+        ("final entropy and success (rank correlation)", of["entropy"], False),
         ("MI goes with success more strongly than entropy does (difference of absolute rank correlations)", stronger, True),
     ):
         claim(text, statistic(table) if len(rows) else math.nan, *bootstrap(statistic, table), len(rows), judged=judged)
 
     pairs = paired(runs)
-    for text, key, unit in (("the filter raises held-out success", "success", "points"), ("the filter keeps more MI", "mi", "nats")):
+    for text, key, unit in (
+        ("the filter raises held-out success", "success", "points"),
+        ("the filter keeps more MI", "mi", "nats"),
+    ):
         scale = 100 if unit == "points" else 1
         value, *around = t_interval([scale * (a[key] - b[key]) for a, b in pairs if math.isfinite(a[key] - b[key])])
         claim(text, value, *around, len(pairs), unit)
@@ -217,12 +224,15 @@ def analyse(runs: list[dict]) -> dict:
 
     names = [r["name"] for r in runs if collapsed(r)]
     said = "reproduced" if names else "not reproduced"
-    claims.append({"claim": "runs whose MI falls by more than half while entropy stays within 10%", "value": len(names), "low": None,
-                   "high": None, "n": len(runs), "unit": "runs", "verdict": said})  # fmt: skip
+    text = "runs whose MI falls by more than half while entropy stays within 10%"
+    one = {"claim": text, "value": len(names), "low": None, "high": None, "n": len(runs), "unit": "runs", "verdict": said}
+    claims.append(one)
 
     clean = [r for r in runs if not r["intervention"].startswith("noise") and len(r["buckets"]) > 1]
     task = [r["buckets"][-1]["task"] - r["buckets"][0]["task"] for r in clean]
-    lead = [r["buckets"][-1]["task"] / r["buckets"][-1]["entropy"] - r["buckets"][0]["task"] / r["buckets"][0]["entropy"] for r in clean]
+    lead = [
+        r["buckets"][-1]["task"] / r["buckets"][-1]["entropy"] - r["buckets"][0]["task"] / r["buckets"][0]["entropy"] for r in clean
+    ]
     value, *around = t_interval(task)
     claim("the task gradient is larger where rewards vary most than where they vary least (norms)", value, *around, len(clean))
     value, *around = t_interval(lead)
@@ -259,13 +269,14 @@ def markdown(results: dict) -> str:
     runs, claims = results["runs"], results["claims"]
     out = ["| claim | measured | 95% interval | n | verdict |", "|---|---|---|---|---|"]
     for c in claims:
+        said = c["verdict"] if c["verdict"] == "measured" else f"**{c['verdict']}**"
         interval = "–" if c["low"] is None else f"{number(c['low'])} to {number(c['high'])}"
-        out.append(f"| {c['claim']} | {number(c['value'])} {c['unit']} | {interval} | {c['n']} | **{c['verdict']}** |".replace("  ", " "))
+        out.append(f"| {c['claim']} | {number(c['value'])} {c['unit']} | {interval} | {c['n']} | {said} |".replace("  ", " "))
     lost = results["collapsed"]
     out += ["", "Template collapse that entropy does not see: " + (", ".join(lost) if lost else "there was no such run") + "."]
     if results["unfinished"]:
         out += ["", f"Not finished, and not in any figure: {', '.join(results['unfinished'])}."]
-    out += ["", "| filter | intervention | seeds | held-out success (lowest to highest) | MI, first → final | H(Z\\|X), first → final | s a step | kept |",
+    out += ["", "| filter | intervention | seeds | success (range) | MI, first → final | H(Z\\|X), first → final | s a step | kept |",
             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for filter, intervention in dict.fromkeys((r["filter"], r["intervention"]) for r in sorted(runs, key=lambda r: r["filter"])):
         these = [r for r in runs if (r["filter"], r["intervention"]) == (filter, intervention)]
@@ -279,7 +290,9 @@ def markdown(results: dict) -> str:
     out += ["", "| bucket | in-group reward std | task | entropy | KL | SNR of task |", "|---|---|---|---|---|---|"]
     for n, b in enumerate(results["buckets"]):
         edges = f"{number(b['std_min'])} to {number(b['std_max'])}"
-        out.append(f"| {n} | {edges} | {number(b['task'], 3)} | {number(b['entropy'], 3)} | {number(b['kl'], 3)} | {number(b['snr'])} |")
+        out.append(
+            f"| {n} | {edges} | {number(b['task'], 3)} | {number(b['entropy'], 3)} | {number(b['kl'], 3)} | {number(b['snr'])} |"
+        )
     return "\n".join(out) + "\n"
 
 
@@ -325,7 +338,11 @@ def svg(series: dict[str, list], title: str, x: str, y: str, *, lines=False, dia
             out.append(f'<path d="M{"L".join(" ".join(p) for p in spots)}" fill="none" stroke="{color}" stroke-width="2"/>')
         out += [f'<circle cx="{px}" cy="{py}" r="4" fill="{color}" fill-opacity="0.7"/>' for px, py in spots]
         out += [f'<circle cx="{80 + 95 * n}" cy="364" r="4" fill="{color}"/>', text(88 + 95 * n, 368, name)]
-    out += [text(260, 340, x, 'text-anchor="middle"'), text(20, 175, y, 'text-anchor="middle" transform="rotate(-90 20 175)"'), "</svg>"]
+    out += [
+        text(260, 340, x, 'text-anchor="middle"'),
+        text(20, 175, y, 'text-anchor="middle" transform="rotate(-90 20 175)"'),
+        "</svg>",
+    ]
     return "\n".join(out) + "\n"
 
 

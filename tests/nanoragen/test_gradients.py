@@ -13,9 +13,8 @@ from helpers import byte_tokenizer, tiny_model
 from safetensors.torch import load_file
 
 from nanoragen.batch import make_batch
-from nanoragen.gradients import add, buckets, by_bucket, gradients, norm, signal_to_noise
-from nanoragen.kernels.advantage import group_advantages
-from nanoragen.rollout import Episode
+from nanoragen.gradients import add, buckets, gradients, measure, norm, signal_to_noise
+from nanoragen.rollout import Episode, Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import train  # noqa: E402
@@ -27,9 +26,10 @@ CLOCK = ("time/", "step_time", "tokens_per_second")
 def uneven_episodes():
     rng, found = np.random.default_rng(0), []
     for i in range(GROUPS * SIZE):
-        n = 4 + i % 3 + int(rng.integers(1, 9))
-        mask = [0] * (4 + i % 3) + [1] * (n - 4 - i % 3) + [0, 0, 1]
-        found.append(Episode("x", 0, i // SIZE, rng.integers(10, 200, len(mask)).tolist(), mask))
+        start, end = 4 + i % 3, 5 + i % 3 + int(rng.integers(0, 8))
+        mask = [0] * start + [1] * (end - start) + [0, 0, 1]
+        turns = [Turn(a, b, b, "", "", [], True, 0.0) for a, b in ((start, end), (end + 2, end + 3))]
+        found.append(Episode("x", 0, i // SIZE, rng.integers(10, 200, len(mask)).tolist(), mask, turns))
     return found
 
 
@@ -43,27 +43,42 @@ def setting():
     model, reference = tiny(0), tiny(1).requires_grad_(False)
     rewards = torch.randn(GROUPS, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rewards *= torch.tensor([3.0, 0, 1, 0.5, 0, 2, 4])[:, None]
-    group = torch.arange(GROUPS).repeat_interleave(SIZE)
-    every = group_advantages(rewards.flatten(), group, num_groups=GROUPS)
-    return model, reference, uneven_episodes(), group.tolist(), every
+    return model, reference, uneven_episodes(), rewards.flatten(), torch.arange(GROUPS).repeat_interleave(SIZE)
 
 
-def config(**more):
-    return train.Config(temperature=TEMPERATURE, micro_batch=3, beta=0.3, entropy_coef=0.2, **more)  # neither coefficient counts
+def config(micro_batch=3, **more):
+    """Neither the coefficients nor the filter count."""
+    return train.Config(
+        groups=GROUPS, temperature=TEMPERATURE, micro_batch=micro_batch, beta=0.3, entropy_coef=0.2, loss_length=5, **more
+    )
 
 
-def measure(model, reference, episodes, group, every, c=None):
-    return by_bucket(model, reference, episodes, group, every, c or config(), 0, train.score, train.policy_loss)
+OURS = train.score, train.token_weight, train.policy_loss
 
 
-def plain_losses(model, reference, episodes, advantages, kind):
+def measured(model, reference, episodes, rewards, ids, c=None):
+    return measure(model, reference, None, episodes, rewards, ids, 0, c or config(), *OURS)
+
+
+def advantages(algo, rewards):
+    """From their definitions, and what an episode's loss is: a mean over its tokens, or a sum divided by something."""
+    r = rewards.view(GROUPS, SIZE)
+    less = r - r.mean(1, keepdim=True)
+    return {
+        "grpo": (less / (r.std(1, keepdim=True) + 1e-6)).flatten(),
+        "dr_grpo": less.flatten() / 5,
+        "rloo": torch.stack([r[:, k] - (r.sum(1) - r[:, k]) / (SIZE - 1) for k in range(SIZE)], 1).flatten(),
+    }[algo]
+
+
+def plain_losses(model, reference, episodes, advantages, kind, over_tokens=torch.mean):
     """The three losses from their definitions: one unpadded episode after the other, softmax written out."""
     task = entropy = kl = 0.0
     for e, a in zip(episodes, advantages):
         ids, at = torch.tensor([e.ids]), [t for t in range(1, len(e.ids)) if e.mask[t]]
         tables = [torch.log_softmax(m(ids).logits[0] / TEMPERATURE, -1)[[t - 1 for t in at]] for m in (model, reference)]
         own, ref = (table[range(len(at)), ids[0, at]] for table in tables)
-        task = task - a * own.mean() / len(episodes)
+        task = task - a * over_tokens(own) / len(episodes)
         entropy = entropy + (tables[0].exp() * tables[0]).sum(-1).mean() / len(episodes)
         each = {"k1": own - ref, "k2": (own - ref).square() / 2, "k3": (ref - own).exp() - (ref - own) - 1}[kind]
         kl = kl + each.mean() / len(episodes)
@@ -72,25 +87,37 @@ def plain_losses(model, reference, episodes, advantages, kind):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_norms_are_those_of_autograd_on_each_buckets_loss(setting, kind):
-    model, reference, episodes, group, every = setting
-    found = measure(*setting, config(kl=kind))
+    model, reference, episodes, rewards, ids = setting
+    found, std, group = measured(*setting, config(kl=kind)), rewards.view(GROUPS, SIZE).std(1), ids.tolist()
     assert [found[f"grad_norm/{n}/groups"] for n in range(6)] == [1, 1, 1, 1, 1, 2] and sum("/task" in k for k in found) == 6
-    order = sorted(range(GROUPS), key=lambda g: (every.std[g].item(), g))
+    order = sorted(range(GROUPS), key=lambda g: (std[g].item(), g))
     for n, members in enumerate([[g] for g in order[:5]] + [order[5:]]):
         rows = [r for r, g in enumerate(group) if g in members]
-        losses = plain_losses(model, reference, [episodes[r] for r in rows], every.advantages[rows], kind)
+        losses = plain_losses(model, reference, [episodes[r] for r in rows], advantages("grpo", rewards)[rows], kind)
         for name, loss in losses.items():
             model.zero_grad()
             loss.backward(retain_graph=True)
             want = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
             assert found[f"grad_norm/{n}/{name}"] == pytest.approx(want, rel=1e-9, abs=1e-15), (n, name)
-        assert found[f"grad_norm/{n}/std_min"] == min(every.std[g].item() for g in members)
-        assert found[f"grad_norm/{n}/std_max"] == max(every.std[g].item() for g in members)
+        assert found[f"grad_norm/{n}/std_min"] == pytest.approx(min(std[g].item() for g in members))
+        assert found[f"grad_norm/{n}/std_max"] == pytest.approx(max(std[g].item() for g in members))
     model.zero_grad()
 
 
+@pytest.mark.parametrize("algo, over_tokens", [("grpo", torch.mean), ("dr_grpo", torch.sum), ("rloo", torch.sum)])
+def test_advantages_and_weights_are_the_algorithms(setting, algo, over_tokens):
+    model, reference, episodes, rewards, _ = setting
+    found = measured(*setting, config(algo=algo, filter="top_k_abs", filter_value=1))
+    order = rewards.view(GROUPS, SIZE).std(1).argsort(stable=True).tolist()
+    for n, g in enumerate(order[:5]):
+        rows = slice(g * SIZE, (g + 1) * SIZE)
+        task = plain_losses(model, reference, episodes[rows], advantages(algo, rewards)[rows], "k3", over_tokens)["task"]
+        want = norm(torch.autograd.grad(task, list(model.parameters())))
+        assert found[f"grad_norm/{n}/task"] == pytest.approx(want, rel=1e-6, abs=1e-15)  # RLOO's n / (n - 1) is float32
+
+
 def test_groups_without_variance_have_no_task_gradient_and_regularisers_do(setting):
-    found = measure(*setting)
+    found = measured(*setting)
     for n in (0, 1):  # the two groups of equal rewards
         assert found[f"grad_norm/{n}/std_max"] == 0 and found[f"grad_norm/{n}/task"] == 0 and found[f"grad_norm/{n}/snr"] == 0
         assert found[f"grad_norm/{n}/entropy"] > 1e-3 and found[f"grad_norm/{n}/kl"] > 1e-3
@@ -101,20 +128,21 @@ def test_a_reference_equal_to_the_policy_pulls_nowhere_and_none_is_left_out(sett
     model, _, *rest = setting
     same = tiny(0)
     for kind in ("k2", "k3"):
-        found = measure(model, same, *rest, config(kl=kind))
+        found = measured(model, same, *rest, config(kl=kind))
         assert [found[f"grad_norm/{n}/kl"] for n in range(6)] == [0.0] * 6
-    without = measure(model, None, *rest)
-    assert without == {k: v for k, v in measure(*setting).items() if not k.endswith("/kl")}
+    without = measured(model, None, *rest)
+    assert without == {k: v for k, v in measured(*setting).items() if not k.endswith("/kl")}
 
 
 def test_buckets_add_up_to_the_whole(setting):
-    model, reference, episodes, group, every = setting
+    model, reference, episodes, rewards, group = setting
     batch = make_batch(episodes, 0)
+    advantage = advantages("grpo", rewards)[:, None] * batch.mask
 
     def parts(groups):
         rows = [r for r, g in enumerate(group) if g in groups]
         halves = [rows[::2], rows[1::2]]
-        found = gradients(model, reference, batch, halves, every.advantages, config(), train.score, train.policy_loss)
+        found = gradients(model, reference, batch, halves, advantage, config(), *OURS)
         flat = {"task": add(found["a"], found["b"]), "entropy": found["entropy"], "kl": found["kl"]}
         return {k: len(rows) / len(group) * torch.cat([g.flatten() for g in v]) for k, v in flat.items()}
 
@@ -124,18 +152,17 @@ def test_buckets_add_up_to_the_whole(setting):
 
 
 def test_micro_batches_change_nothing_and_empty_episodes_are_nobody(setting):
-    model, reference, episodes, group, every = setting
-    found = measure(*setting)
-    assert measure(*setting, config()) == found
-    other = measure(model, reference, episodes, group, every, train.Config(temperature=TEMPERATURE, micro_batch=50))
+    model, reference, episodes, rewards, ids = setting
+    found = measured(*setting)
+    assert measured(*setting) == found
+    other = measured(*setting, config(micro_batch=50))
     assert all(other[k] == pytest.approx(v, rel=1e-9) for k, v in found.items())
-    more = group_advantages(torch.randn(GROUPS * SIZE + 1), torch.tensor([*group, 3]), num_groups=GROUPS)
-    more.advantages[: GROUPS * SIZE], more.std[:] = every.advantages, every.std
-    empty = Episode("x", 0, 3, [11, 12], [0, 0])
-    found = {k: v for k, v in found.items() if not k.endswith("std_min") and not k.endswith("std_max")}
-    with_empty = measure(model, reference, [*episodes, empty], [*group, 3], more)
-    assert all(with_empty[k] == pytest.approx(v, rel=1e-5) for k, v in found.items())  # advantages are float32 here
-    assert measure(model, reference, [empty], [3], more) == {}
+    empty = Episode("x", 0, 1, [11, 12], [0, 0])  # in a group of equal rewards, which it does not change
+    more = measured(
+        model, reference, [*episodes, empty], torch.cat([rewards, rewards.new_zeros(1)]), torch.cat([ids, ids.new_tensor([1])])
+    )
+    assert all(more[k] == pytest.approx(v, rel=1e-9) for k, v in found.items())
+    assert measured(model, reference, [empty], rewards[:1], ids[:1]) == {}
 
 
 def test_nothing_is_touched(setting):
@@ -144,7 +171,7 @@ def test_nothing_is_touched(setting):
         p.grad = None if i % 2 else torch.full_like(p, 3.0)
     before = [p.clone() for p in model.parameters()], [p.grad for p in model.parameters()]
     states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
-    measure(*setting)
+    measured(*setting)
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters()))
     for i, (grad, p) in enumerate(zip(before[1], model.parameters())):
         assert p.grad is grad and (grad is None or (grad == 3).all()) and p.requires_grad
@@ -202,6 +229,8 @@ def test_signal_and_noise_of_a_bandit_by_enumeration(K):
             mean += chance * (a[0] + b[0])
         signal, truth = power - noise, task.square().sum().item()
         if baseline:
-            assert signal == pytest.approx(((1 - 1 / K) ** 2 + 1 / K**2) * truth) and mean.tolist() == pytest.approx(((1 - 1 / K) * task).tolist())
+            assert signal == pytest.approx(((1 - 1 / K) ** 2 + 1 / K**2) * truth) and mean.tolist() == pytest.approx(
+                ((1 - 1 / K) * task).tolist()
+            )
         else:
             assert signal == pytest.approx(truth) and noise == pytest.approx(power - truth)

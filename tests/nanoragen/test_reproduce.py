@@ -196,7 +196,9 @@ def test_summary_of_a_known_log():
         "filter": "top_p", "intervention": "kl_0.1", "seed": 3, "success": 0.75, "mi": 0.9, "mi_first": 2.0, "entropy": 1.05,
         "entropy_first": 1.0, "step_time": 2.0, "kept": 0.5}  # fmt: skip
     low, high = one["buckets"]
-    assert (low["task"], high["task"], high["entropy"], high["power"], high["noise"]) == (0, 1, 0.5, 1, 0.25) and math.isnan(high["kl"])
+    assert (low["task"], high["task"], high["entropy"], high["power"], high["noise"]) == (0, 1, 0.5, 1, 0.25) and math.isnan(
+        high["kl"]
+    )
 
 
 def known(kinds=("plain", "entropy_0.1", "noise_1"), seeds=4):
@@ -226,11 +228,19 @@ def test_known_answers_are_found():
     assert (success["low"], success["high"]) == pytest.approx((9.85 - half, 9.85 + half))
     assert kept_mi["value"] == pytest.approx(0.5) and seconds["value"] == pytest.approx(-50) and seconds["verdict"] == "measured"
     assert (lost["value"], lost["verdict"], results["collapsed"]) == (0, "not reproduced", [])
-    assert task["value"] == pytest.approx(1.15) and task["n"] == 16 and task["verdict"] == "reproduced"  # runs with noise are left out
-    assert lead["value"] == pytest.approx(2.3) and results["buckets"][1]["snr"] == pytest.approx(3) and results["buckets"][0]["snr"] == 0
+    assert (
+        task["value"] == pytest.approx(1.15) and task["n"] == 16 and task["verdict"] == "reproduced"
+    )  # runs with noise are left out
+    assert (
+        lead["value"] == pytest.approx(2.3)
+        and results["buckets"][1]["snr"] == pytest.approx(3)
+        and results["buckets"][0]["snr"] == 0
+    )
 
 
-@pytest.mark.parametrize("mi, entropy, want", [(0.99, 1.09, True), (0.99, 0.91, True), (1.01, 1.0, False), (0.5, 1.11, False), (0.5, 0.89, False)])
+@pytest.mark.parametrize(
+    "mi, entropy, want", [(0.99, 1.09, True), (0.99, 0.91, True), (1.01, 1.0, False), (0.5, 1.11, False), (0.5, 0.89, False)]
+)
 def test_template_collapse_is_listed(mi, entropy, want):
     runs = [*known(), summary("none-kl_1-0", lines(0.2, mi, entropy), "lake")]
     results = analyse(runs)
@@ -247,9 +257,11 @@ def test_the_opposite_and_too_little_are_said_as_such():
     assert "**not reproduced**" in markdown({**results, "runs": swapped, "unfinished": ["x"]})
     for few in ([], known(("plain",), 1)):
         results = analyse(few)
-        assert {c["verdict"] for c in results["claims"]} <= {"undecided (too few runs)", "measured", "not reproduced"} and "nan" not in markdown(
-            {**results, "runs": few, "unfinished": []}
-        )
+        assert {c["verdict"] for c in results["claims"]} <= {
+            "undecided (too few runs)",
+            "measured",
+            "not reproduced",
+        } and "nan" not in markdown({**results, "runs": few, "unfinished": []})
 
 
 def test_figures_are_well_formed_and_show_every_run():
@@ -258,7 +270,9 @@ def test_figures_are_well_formed_and_show_every_run():
     assert set(drawn) == {"mi.svg", "entropy.svg", "filter.svg", "gradients.svg"}
     for name, points in (("mi.svg", 24), ("entropy.svg", 24), ("filter.svg", 12), ("gradients.svg", 4)):
         spots = [e for e in xml.fromstring(drawn[name]).iter() if e.tag.endswith("circle") and e.get("fill-opacity")]
-        assert len(spots) == points and all(70 <= float(e.get("cx")) <= 450 and 50 <= float(e.get("cy")) <= 300 for e in spots), name
+        assert len(spots) == points and all(70 <= float(e.get("cx")) <= 450 and 50 <= float(e.get("cy")) <= 300 for e in spots), (
+            name
+        )
     empty = xml.fromstring(svg({"a": [(math.nan, 1.0)]}, "<&>", "x", "y"))
     assert not [e for e in empty.iter() if e.get("fill-opacity")]
 
@@ -274,7 +288,11 @@ def test_ticks_are_round_few_and_enclose(low, high):
     found = ticks(low, high)
     assert found[0] <= low + 1e-9 and found[-1] >= high - 1e-9 and 1 <= len(found) <= 7
     steps = np.diff(found)
-    assert not len(steps) or steps == pytest.approx(np.full(len(steps), steps[0])) and round(steps[0] / 10.0 ** math.floor(math.log10(steps[0]) + 1e-9), 6) in (1, 2, 5)
+    assert (
+        not len(steps)
+        or steps == pytest.approx(np.full(len(steps), steps[0]))
+        and round(steps[0] / 10.0 ** math.floor(math.log10(steps[0]) + 1e-9), 6) in (1, 2, 5)
+    )
 
 
 def test_bad_settings_are_one_line(capsys):
