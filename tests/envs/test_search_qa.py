@@ -113,8 +113,8 @@ def test_wrong_answers_are_never_rewarded():
         passages = [env.library.texts[n] for n in env.question.chain]
         assert any(answer in p for p in passages) and answer.lower() not in text.lower()
         tricks = [
-            text, env.question.text, *passages, " ".join(passages), ", ".join(env.library.titles), f"{answer} or Drusk", f"not {answer}",
-            f"finish[{answer}]", f"{answer}]finish[{answer}", f"{answer} || {answer}", f"<answer>{answer}</answer>", answer[:-1],
+            text, env.question.text, *passages, " ".join(passages), ", ".join(env.library.titles), f"{answer} or Drusk",
+            f"not {answer}", f"finish[{answer}]", f"{answer}]finish[{answer}", f"{answer} || {answer}", f"<answer>{answer}</answer>", answer[:-1],
             answer + answer, " ".join(answer), answer[::-1], "*", ".*", "%s", "None", "True", "nan", "the", "\x00", "question",
         ]  # fmt: skip
         for wrong in tricks + random.Random(seed).sample(every, 60):
@@ -352,7 +352,7 @@ def test_equal_texts_come_in_their_order():
 DISTRACTOR = {  # as in HotpotQA's own files
     "_id": "1", "question": "Where was the maker of Dune Song born?", "answer": "Eskford", "type": "bridge", "level": "hard",
     "supporting_facts": [["Dune Song", 0], ["Ada Elm", 0], ["Ada Elm", 1]],
-    "context": [["Dune Song", ["Dune Song is an opera", " by Ada Elm."]], ["Ada Elm", ["Born in Eskford."]], ["Drusk", ["A hill."]]],
+    "context": [["Dune Song", ["Dune Song is an opera", " by Ada."]], ["Ada Elm", ["Born in Eskford."]], ["Drusk", ["A hill."]]],
 }  # fmt: skip
 HUB = {  # as on the Hugging Face hub
     "question": "Is Drusk a hill?", "answer": "yes",
@@ -369,7 +369,7 @@ def write(path, rows, lines=True):
 @pytest.mark.parametrize("lines", [False, True])
 def test_hotpotqa_with_its_own_passages(tmp_path, lines):
     env = SearchQA(data=write(tmp_path / "q.json", [DISTRACTOR, HUB, PLAIN], lines))
-    assert env.library.texts == ["Dune Song: Dune Song is an opera by Ada Elm.", "Ada Elm: Born in Eskford.", "Drusk: A hill."]
+    assert env.library.texts == ["Dune Song: Dune Song is an opera by Ada.", "Ada Elm: Born in Eskford.", "Drusk: A hill."]
     seen = {}
     for seed in range(30):
         env.reset(seed=seed)
