@@ -1,0 +1,27 @@
+"""Data sets from files that the user has: JSON (one list) or JSON Lines (one object a line)."""
+
+import json
+from pathlib import Path
+
+
+def read_rows(path, read) -> list:
+    """`read(row)` of every row of a file, where `read` raises ValueError or KeyError for a row it cannot use.
+
+    ValueError names the file and the first row (from 1) that cannot be used.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        rows = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"data: {path} cannot be read ({getattr(e, 'strerror', None) or e}); valid: a JSON or JSONL file") from e
+    except json.JSONDecodeError as e:
+        raise ValueError(f"data: {path} is neither JSON nor JSONL ({e}); valid: one list, or one object a line") from e
+    if not rows:
+        raise ValueError(f"data: {path} has no rows; valid: at least one")
+    found = []
+    for n, row in enumerate(rows, 1):
+        try:
+            found.append(read(row if isinstance(row, dict) else {}))
+        except (KeyError, ValueError) as e:
+            raise ValueError(f"data: {path}, row {n}: {e.args[0]}") from e
+    return found
