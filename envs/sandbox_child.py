@@ -41,6 +41,12 @@ def mount(source, target, kind=None, flags=0, data=None):
     call("mount", source, target, kind, ctypes.c_ulong(flags), data)
 
 
+def change(folder, add, clear, recursive=False):
+    """Mount attributes of a folder, and of all that is mounted below (mount_setattr, Linux 5.12)."""
+    attributes = (ctypes.c_uint64 * 4)(add, clear, 0, 0)
+    call("mount_setattr", -100, folder, 0x8000 if recursive else 0, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
+
+
 def new_namespaces():
     """As root directly; otherwise inside a new user namespace, where the user stays who they are."""
     uid, gid = os.getuid(), os.getgid()
@@ -57,6 +63,9 @@ def private_root(root, folders, hidden, stdin):
     mount(None, "/", None, private)  # nothing that is mounted from here on is seen outside
     main = open("main.py").read()
     mount("none", root, "tmpfs", nosuid, "size=4m,mode=755")
+    for folder in ("/dev", "/tmp", "/proc"):
+        os.mkdir(root + folder)
+    mount("none", root + "/tmp", "tmpfs", nosuid | nodev, f"size={FOLDER_SIZE},nr_inodes=4096,mode=1777")
     for folder in folders:
         if os.path.islink(folder):  # /lib -> usr/lib
             os.symlink(os.readlink(folder), root + folder)
@@ -65,16 +74,18 @@ def private_root(root, folders, hidden, stdin):
             mount(folder, root + folder, None, bind)
     for folder in filter(os.path.isdir, (root + h for h in hidden)):
         mount("none", folder, "tmpfs", nosuid, "size=4k,mode=755")
-    for folder in ("/dev", "/tmp", "/proc"):
-        os.mkdir(root + folder)
     for source, name in [(f"/dev/{d}", d) for d in DEVICES] + [(stdin, "stdin")]:
         open(f"{root}/dev/{name}", "w").close()
         mount(source, f"{root}/dev/{name}", None, bind)
     with open(root + "/main.py", "w") as file:
         file.write(main)
-    read_only = (ctypes.c_uint64 * 4)(1 | 2)  # struct mount_attr: MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
-    call("mount_setattr", -100, root, 0x8000, read_only, ctypes.c_size_t(32))  # AT_FDCWD, AT_RECURSIVE
-    mount("none", root + "/tmp", "tmpfs", nosuid | nodev, f"size={FOLDER_SIZE},nr_inodes=4096,mode=1777")
+    read_only, no_setuid = 1, 2
+    change(root, read_only | no_setuid, 0, recursive=True)
+    change(root + "/tmp", 0, read_only)
+    try:
+        mount("none", root + "/proc", "proc", nosuid | nodev)  # of these processes only
+    except OSError:
+        pass  # refused inside most containers; Python does without
     os.chdir(root)
     call("pivot_root", ".", ".")
     call("umount2", ".", 2)  # MNT_DETACH: the old root is gone
@@ -107,6 +118,11 @@ def program(job):
     before = 0
     if job["namespaces"]:
         call("unshare", NEW_USER)  # processes are counted per user namespace (Linux 5.14), and root's are not limited
+        try:
+            with open("/proc/sys/user/max_user_namespaces", "w") as file:
+                file.write("0")  # of this namespace's: in a further one the program could mount, and set up networks
+        except OSError:
+            pass  # no /proc
     else:
         before = tasks_of_user()
     seconds = math.ceil(job["seconds"])
@@ -140,10 +156,7 @@ def forked(work, report):
 def init(job, report):
     """Process 1 of the namespace: adopts and reaps, and ends with the program."""
     prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    try:
-        mount("none", "/proc", "proc", 2 | 4 | 8, "subset=pid")  # of this namespace; no settings of the kernel
-    except OSError:
-        pass  # refused inside most containers; Python does without
+    private_root(os.path.abspath("work"), job["folders"], job["hidden"], os.path.abspath("stdin"))
     pid = forked(lambda: program(job), report)
     os.close(report)
     while True:
@@ -209,7 +222,6 @@ def launch(job, report):
     os.umask(0o022)
     if job["namespaces"]:
         new_namespaces()
-        private_root(os.path.abspath("work"), job["folders"], job["hidden"], os.path.abspath("stdin"))
         pid = forked(lambda: init(job, report), report)
     else:
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER

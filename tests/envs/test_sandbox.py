@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BEST = sandbox.isolation() if sys.platform.startswith("linux") else "none"
 MODES = pytest.mark.parametrize("mode", dict.fromkeys([BEST, "none"]))
 apart = pytest.mark.skipif(BEST != "namespaces", reason="needs namespaces, which are not allowed here")
+PROC = BEST == "namespaces" and run("import os; print(os.path.exists('/proc/self'))").stdout == "True\n"
 SMALL = dict(seconds=2.0, memory=256 << 20, processes=16)
 PATIENT = {**SMALL, "seconds": 20.0}  # for what ends by itself, on a busy machine
 
@@ -109,17 +110,17 @@ HANGS = {
 @MODES
 @pytest.mark.parametrize("name", HANGS)
 def test_e15_what_never_ends_is_ended(name, mode):
-    result = run(HANGS[name], seconds=1.0, memory=256 << 20, processes=16, mode=mode)
-    assert result.status in ("timeout", "error") and 0.9 <= result.seconds <= 3.0
+    result = run(HANGS[name], **{**SMALL, "seconds": 0.5}, mode=mode)
+    assert result.status in ("timeout", "error") and 0.5 <= result.seconds <= 2.5
     assert not children()
 
 
 @MODES
 def test_e17_a_hundred_gigabytes(mode):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for code in ("x = bytearray(10**11)", "x = []\nwhile True: x.append(bytearray(10**6))", "x = 10**10**10"):
+    for code in ("x = bytearray(10**11)", "x = []\nwhile True: x.append(bytearray(10**6))"):
         result = run(code, mode=mode, **PATIENT)
-        assert result.status in ("error", "timeout") and (result.status == "timeout" or "MemoryError" in result.stderr)
+        assert result.status == "error" and "MemoryError" in result.stderr
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64_000  # KiB, of this process
     assert cleanly("print('next')", mode=mode) == "next\n"
 
@@ -154,6 +155,11 @@ def test_fork_bomb():
     """A real one: the limit of its user namespace holds it, whoever runs this."""
     result = run("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", **SMALL)
     assert result.status in ("timeout", "error") and not children()
+    for start in ("", "import ctypes; ctypes.CDLL(None).unshare(0x10000000)\n"):  # also from a namespace of its own
+        code = start + "import os, time\nn = 1\ntry:\n  while os.fork() or time.sleep(60): n += 1\nexcept OSError: print(n)"
+        assert cleanly(code) == "16\n"
+    threads = "import threading, time\nn = 1\ntry:\n  while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); n += 1"
+    assert cleanly(threads + "\nexcept RuntimeError: print(n, flush=True)", memory=1 << 33) == "16\n"
 
 
 @MODES
@@ -228,7 +234,8 @@ def test_an_exception_in_the_middle_of_a_run(mode):
 @MODES
 def test_e18_no_environment(mode, monkeypatch):
     monkeypatch.setenv("A_SECRET", "hunter2")
-    out = cleanly("import os, ctypes; print(dict(os.environ)); print(open('/proc/self/environ').read())", mode=mode)
+    code = "import glob, os; print(dict(os.environ)); print([open(p).read() for p in glob.glob('/proc/self/environ')])"
+    out = cleanly(code, mode=mode)
     assert "hunter2" not in out and "A_SECRET" not in out and "PATH" not in out
     names = cleanly("import os; print(*sorted(os.environ))", mode=mode).split()
     assert set(names) <= {"PYTHONHASHSEED", "LC_CTYPE"}
@@ -242,7 +249,7 @@ def tries(*statements) -> str:
 def test_e18_nothing_can_be_written_outside(tmp_path):
     (tmp_path / "mine").write_text("mine")
     tmp_path.chmod(0o777), (tmp_path / "mine").chmod(0o666)
-    places = [f"{tmp_path}/new", f"{tmp_path}/mine", "/usr/new", "/new", "/etc/new", "/dev/shm/new", "/proc/self/oom_adj"]
+    places = [f"{tmp_path}/new", f"{tmp_path}/mine", "/usr/new", "/new", "/etc/new", "/dev/shm/new", "/proc/new"]
     out = cleanly(tries(*[f"open({p!r}, 'w').write('x')" for p in places]) + tries(f"open({sys.base_prefix + '/x'!r}, 'w')"))
     assert "done" not in out
     assert [p.name for p in tmp_path.iterdir()] == ["mine"] and (tmp_path / "mine").read_text() == "mine"
@@ -264,6 +271,7 @@ def test_e18_no_file_of_mine_can_be_read(tmp_path):
 @apart
 def test_the_project_is_hidden_even_where_the_system_libraries_are(tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir(), (tmp_path / "project").mkdir(), (tmp_path / "project" / "tests.json").write_text("[]")
+    tmp_path.chmod(0o755), (tmp_path / "project").chmod(0o755)
     show = f"import os; print(os.listdir({str(tmp_path)!r}), os.listdir({str(tmp_path / 'project')!r}))"
     monkeypatch.setattr(sandbox, "FOLDERS", (*sandbox.FOLDERS, str(tmp_path)))
     assert "tests.json" in cleanly(show)
@@ -282,13 +290,10 @@ def test_e18_no_network():
 
 @apart
 def test_no_other_process_can_be_seen_or_ended():
-    out = cleanly(
-        "import os, signal\nprint(os.getpid() < 10, os.getuid() != 0)\n"
-        + "signal.signal(15, signal.SIG_IGN)\n"
-        + tries(f"os.kill({os.getpid()}, 0)", "os.kill(-1, 15)", "os.kill(os.getppid(), 9)", "os.setuid(0)", "os.setgroups([0])")
-    )
-    lines = out.split()
-    assert lines[:3] == ["True", "True", "ProcessLookupError"] and lines[-2:] == ["PermissionError"] * 2
+    code = "import os, signal\nprint(os.getpid() < 10, os.getuid() != 0)\nsignal.signal(15, signal.SIG_IGN)\n"
+    code += tries(f"os.kill({os.getpid()}, 0)", "os.kill(os.getppid(), 9)", "os.setuid(0)", "os.setgroups([0])")
+    lines = cleanly(code + "try: os.kill(-1, 15)\nexcept OSError: pass").split()
+    assert lines[:3] == ["True", "True", "ProcessLookupError"] and "done" not in lines[4:] and len(lines) == 6
 
 
 @apart
@@ -303,9 +308,11 @@ def test_the_root_cannot_be_left_or_changed():
             "libc.chroot(b'/tmp')",
             "libc.sethostname(b'x', 1)",
             "libc.setns(0, 0)",
+            "libc.ptrace(16, 1, None, None)",  # attach to process 1
+            "libc.unshare(0x10000000 | 0x20000)" if PROC else "-1",  # user and mount namespaces of its own
         )
     )
-    assert cleanly(code) == "False\n" * 6
+    assert cleanly(code) == "False\n" * 8
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------
