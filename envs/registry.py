@@ -7,7 +7,14 @@ import inspect
 import gymnasium
 
 # file name in this folder (= the name users type) -> class in it
-_CLASSES = {"sokoban": "Sokoban", "frozen_lake": "FrozenLake", "bandit": "Bandit", "countdown": "Countdown"}
+_CLASSES = {
+    "sokoban": "Sokoban",
+    "frozen_lake": "FrozenLake",
+    "bandit": "Bandit",
+    "countdown": "Countdown",
+    "code": "Code",
+    "lean": "Lean",
+}
 
 
 def names() -> list[str]:

@@ -34,7 +34,8 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)  # not the virtual environment's link
 FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/nix/store", sys.base_prefix)
 HIDDEN = (str(Path(__file__).resolve().parents[1]),)  # this project, should it be installed below one of them
-SETUP = 10.0  # seconds that the launcher may take beyond the program's own
+PATIENCE = 10  # times its seconds may pass where a program has to wait for a processor
+SETUP = 60.0  # seconds that the launcher may take beyond those of the program
 WARNINGS = {
     "namespaces": "in its own namespaces, without network and without your files",
     "nobody": "as nobody, with limits, but WITHOUT namespaces: it has the network, and reads what everybody may read",
@@ -49,14 +50,15 @@ class Result:
     status: str
     stdout: str
     stderr: str
-    seconds: float  # wall time of the program
+    seconds: float  # wall time of the program, without what it had to wait for a processor
     isolation: str
 
 
 def run(code: str, stdin: str = "", *, seconds=2.0, memory=256 << 20, output=1 << 16, processes=16, mode=None) -> Result:
     """Run a Python program (standard library only) with this standard input.
 
-    seconds: wall time of all, and CPU time of each process; memory: bytes of address space of each process; output: bytes of
+    seconds: wall time of all, not counting time in which the machine was too busy to run it (at most PATIENCE times as much
+    passes), and CPU time of each process; memory: bytes of address space of each process; output: bytes of
     standard output and error together; processes: threads and processes at a time. mode: an isolation other than the best one.
     RuntimeError where the sandbox itself fails, never for what the program does.
     """
@@ -77,6 +79,7 @@ def execute(
         "argv": list(argv), "environment": environment or {}, "folders": [*FOLDERS, *folders], "hidden": HIDDEN,
         "seconds": seconds, "memory": int(memory), "processes": processes,
         "namespaces": mode == "namespaces", "nobody": mode != "none", "parent": os.getpid(),
+        "patience": (PATIENCE - 1) * seconds,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -113,7 +116,7 @@ def _launch(folder, seconds, output):
         with selectors.DefaultSelector() as selector:
             for stream in streams:
                 selector.register(stream, selectors.EVENT_READ)
-            end = time.monotonic() + seconds + SETUP
+            end = time.monotonic() + PATIENCE * seconds + SETUP
             while selector.get_map() and time.monotonic() < end:
                 for key, _ in selector.select(end - time.monotonic()):
                     data = os.read(key.fd, 1 << 16)
