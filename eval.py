@@ -26,7 +26,7 @@ def flag(default, help):
 
 @dataclass
 class Config:
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown")
+    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)")
     env_options: str = flag("", "its options, as in boxes=2,height=7")
     model: str = flag("nano", "nano (bundled), a checkpoint or other folder, a hub id, or a .gguf file")
     policy: Literal["model", "random", "demonstrate"] = flag("model", "who plays: the model, or a baseline")

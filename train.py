@@ -20,6 +20,7 @@ not be measured to help. Shapes: G groups, K episodes a group, B = G*K episodes,
 
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +37,7 @@ def flag(default, help, ragen=None):
 @dataclass
 class Config:
     # what to train
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown", "es_manager.train.env_configs.tags")
+    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags")
     env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
     model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
     algo: Literal["grpo"] = flag("grpo", "advantage estimator", "algorithm.adv_estimator")
@@ -56,7 +57,7 @@ class Config:
     env_timeout: float = flag(60.0, "seconds an environment may take over one reply; 0: no limit")
     max_faults: float = flag(0.1, "share of a step's episodes that may be lost to errors of the environment")
     # update
-    lr: float = flag(1e-3, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
+    lr: float = flag(6e-4, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
     lr_warmup: int = flag(8, "updates over which the learning rate rises")
     weight_decay: float = flag(0.0, "of AdamW")
@@ -261,7 +262,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     import torch
     from tqdm import tqdm
 
-    from nanoragen import checkpoint, collapse, faults, metrics
+    from nanoragen import checkpoint, collapse, faults, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch, micro_batches
     from nanoragen.envs.base import eval_seeds, train_seeds
@@ -292,6 +293,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         ema.load_state_dict(state["ema"])
         history = metrics.rewind(out, done)
     log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
+    cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
     bar = tqdm(total=c.steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
     say, phase = bar.write, lambda text: bar.set_description_str(text)
@@ -323,7 +325,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
     for step in range(done + 1, c.steps + 1):
         start = time.perf_counter()
-        line = {"step": step}
+        line = {"step": step, **(scores(f"eval/before/{c.env}", before) if step == 1 else {})}
 
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
@@ -351,6 +353,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
                 here = found["conditional_entropy_est"], found["mi_seq_estimate"]
                 first = first or here  # the regime is judged against the run's first measurement
                 line["regime"], regime = collapse.regime(*here, *first), collapse.regime_sentence(*here, *first)
+                cross.write([report.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
         # 3. advantages: (r - mean) / (std + 1e-6) within a group; the filter keeps the groups with signal
@@ -387,9 +390,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         # 6. evaluation on held-out seeds, log, checkpoint
         if step == c.steps:
             after = held_out(many, "after")
-            line[f"eval/{c.env}/success"] = after["success"]
+            line.update(scores(f"eval/{c.env}", after))
         elif c.eval_every and step % c.eval_every == 0:
-            line[f"eval/{c.env}/success"] = held_out(few, "held out")["success"]
+            line.update(scores(f"eval/{c.env}", held_out(few, "held out")))
         history.append(line)
         early = early_stop(history, c.env, c.early_stop)
         if early:
@@ -400,6 +403,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         say(metrics.console_line(line))
         if last or (c.save_every and step % c.save_every == 0):
             saved = keep_step(step)
+        page.refresh()  # written when that is cheap: under 1% of the time
         bar.update()
         if last:
             break
@@ -408,6 +412,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         after = held_out(many, "after")
     bar.close()
     log.close()
+    page.write()
     if stop.asked and step < c.steps:
         print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
         raise SystemExit(130)
@@ -415,7 +420,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
-    print(f"log       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
+    print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
     print(f"evaluate  python eval.py --model {saved} --env {c.env}" + (f" --env_options {c.env_options}" if c.env_options else ""))
     return line
 
@@ -431,15 +436,21 @@ def interval(result: dict) -> str:
     return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
 
 
+def scores(prefix: str, result: dict) -> dict:
+    """What of an evaluation goes into the log."""
+    return {f"{prefix}/{k}": result[k] for k in ("success", "success_low", "success_high", "episodes")}
+
+
 def run_folder(c: Config) -> Path:
     """Make the run's folder. An explicit --out that already holds a run is refused; the default name is numbered."""
-    out = Path(c.out or f"runs/{c.env}-{c.algo}-{c.seed}")
+    name = f"{re.sub('[^A-Za-z0-9_.-]+', '-', c.env)}-{c.algo}-{c.seed}"  # gym:a/b makes one folder
+    out = Path(c.out or f"runs/{name}")
     number = 1
     while (out / "metrics.jsonl").exists():
         if c.out:
             raise ValueError(f"out: {out} already holds a run; valid: a new folder")
         number += 1
-        out = Path(f"runs/{c.env}-{c.algo}-{c.seed}.{number}")
+        out = Path(f"runs/{name}.{number}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")

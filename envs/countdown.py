@@ -2,7 +2,7 @@
 
 Reward 1 for a right expression, 0.1 for one that uses the numbers but misses the target, 0 otherwise (RAGEN's).
 Expressions are read by the small parser below, in exact fractions. Nothing the model writes is ever evaluated as code.
-Targets are values of random expressions of the numbers, so every instance can be solved.
+Targets are values of random expressions of the numbers, so every instance can be solved; `data` takes instances from a file.
 
 Left out: using only some of the numbers, as in the television game. There is one answer, right or not.
 """
@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import EVAL_SEEDS, TextEnv
+from nanoragen.envs.data import read_rows
 
 MAX_LENGTH = 120  # characters of an expression
 MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatever stack it is called from
@@ -25,6 +26,8 @@ class Countdown(TextEnv):
     numbers     how many, 2 to 4
     low, high   their range
     max_target  targets are whole numbers from 1 to this
+    data        file of instances instead (JSON or JSONL), {"nums": [44, 19, 35], "target": 98} a row, 2 to 4 numbers each
+    eval_data   file that evaluation seeds draw from, so that no instance of `data` is evaluated on; "": the same file
     """
 
     max_turns = 1
@@ -34,7 +37,7 @@ class Countdown(TextEnv):
         "Reply <think>your reasoning</think><answer>(3 + 5) * 2</answer>"
     )
 
-    def __init__(self, numbers=3, low=1, high=9, max_target=50):
+    def __init__(self, numbers=3, low=1, high=9, max_target=50, data="", eval_data=""):
         super().__init__()
         if not (isinstance(numbers, int) and 2 <= numbers <= 4):
             raise ValueError(f"numbers: {numbers!r} is not possible in countdown; valid: 2 to 4")
@@ -42,22 +45,30 @@ class Countdown(TextEnv):
             raise ValueError(f"low, high: {low}, {high}; valid: 1 <= low <= high <= 1000")
         if not (isinstance(max_target, int) and max_target >= 1):
             raise ValueError(f"max_target: {max_target!r}; valid: a whole number, 1 or more")
+        if eval_data and not data:
+            raise ValueError(f"eval_data: {eval_data} without data; valid: with data=FILE")
         self.count, self.low, self.high, self.max_target = numbers, low, high, max_target
+        self.rows = read_rows(data, numbers_and_target) if data else []
+        self.eval_rows = read_rows(eval_data, numbers_and_target) if eval_data else self.rows
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        rows = self.eval_rows if seed is not None and seed in EVAL_SEEDS else self.rows
+        self.numbers, self.target = rows[self.np_random.integers(len(rows))] if rows else self._draw()
+        self.answered, self.right = False, False
+        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
+
+    def _draw(self) -> tuple[list[int], int]:
+        """Numbers, and a target that some expression of them makes."""
         for _ in range(MAX_DRAWS):
             self.numbers = [int(n) for n in self.np_random.integers(self.low, self.high + 1, size=self.count)]
             value = evaluate(self.random_action(self.np_random))[0]
             if 1 <= value <= self.max_target and value.denominator == 1:
-                break
-        else:
-            raise ValueError(
-                f"max_target: {self.count} numbers from {self.low} to {self.high} make no target in "
-                f"{MAX_DRAWS} tries; valid: a larger max_target, or a wider range"
-            )
-        self.target, self.answered, self.right = int(value), False, False
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
+                return self.numbers, int(value)
+        raise ValueError(
+            f"max_target: {self.count} numbers from {self.low} to {self.high} make no target in "
+            f"{MAX_DRAWS} tries; valid: a larger max_target, or a wider range"
+        )
 
     def step(self, action):
         try:
@@ -95,6 +106,14 @@ class Countdown(TextEnv):
 
     def demonstrate(self) -> Iterator[str]:
         yield from self.best_actions()[:1]
+
+
+def numbers_and_target(row: dict) -> tuple[list[int], int]:
+    """(numbers, target) of a row of a data set. ValueError where they are not what the game is played with."""
+    numbers, target = row.get("nums"), row.get("target")
+    if not (isinstance(numbers, list) and 2 <= len(numbers) <= 4 and all(type(n) is int and n >= 1 for n in [*numbers, target])):
+        raise ValueError('valid: {"nums": [44, 19, 35], "target": 98}, with 2 to 4 whole numbers of 1 or more')
+    return numbers, target
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:

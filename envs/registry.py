@@ -1,4 +1,7 @@
-"""The environments by name: `make("sokoban")`, `gymnasium.make("nanoragen/Sokoban-v0")`, `train.py --env sokoban`."""
+"""The environments by name: `make("sokoban")`, `gymnasium.make("nanoragen/Sokoban-v0")`, `train.py --env sokoban`.
+
+A name "gym:ID" is gymnasium's environment of that id, in text (gym_adapter.py).
+"""
 
 import difflib
 import importlib
@@ -12,6 +15,10 @@ _CLASSES = {
     "frozen_lake": "FrozenLake",
     "bandit": "Bandit",
     "countdown": "Countdown",
+    "sudoku": "Sudoku",
+    "rubiks_cube": "RubiksCube",
+    "game_2048": "Game2048",
+    "math_qa": "MathQA",
     "code": "Code",
     "lean": "Lean",
 }
@@ -27,12 +34,16 @@ def env_class(name: str) -> type:
     if name not in _CLASSES:
         near = difflib.get_close_matches(str(name), _CLASSES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"env: there is no environment {name!r}; {hint}valid: {', '.join(names())}")
+        raise ValueError(f"env: there is no environment {name!r}; {hint}valid: {', '.join(names())}, gym:ID")
     return getattr(importlib.import_module(f"nanoragen.envs.{name}"), _CLASSES[name])
 
 
 def make(name: str, **options):
     """A fresh environment. `options` are the keyword arguments of its class (`boxes=2`); ValueError names a wrong one."""
+    if name.startswith("gym:"):
+        from nanoragen.envs.gym_adapter import GymText
+
+        return GymText(name.removeprefix("gym:"), **options)
     cls = env_class(name)
     valid = [p for p in inspect.signature(cls).parameters]
     for key in options:

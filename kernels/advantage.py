@@ -29,7 +29,7 @@ BLOCK_G, BLOCK_B = 16, 128  # groups x rows (or groups) looked at together
 
 def group_advantages(
     rewards, group_ids, *, scale="std", ddof=1, eps=1e-6, filter="none", filter_value=1.0, filter_mode="linear",
-    filter_metric="reward_std", include_zero=True, selection_eps=0.0, num_groups=None, backend="auto",
+    filter_metric="reward_std", include_zero=True, selection_eps=0.0, num_groups=None, token_rows=None, backend="auto",
 ) -> GroupAdvantages:  # fmt: skip
     """rewards [B] finite floats, group_ids [B] integers from 0 to G - 1, rows in any order, groups of any size.
 
@@ -48,6 +48,8 @@ def group_advantages(
                  "min_p"      those with score at least filter_value * the highest
     num_groups   G; None: the highest id + 1 (which on CUDA waits for the device, so pass it there). A group without rows
                  has mean, std and score 0 and is not kept
+    token_rows   [P] integer, the row of each packed token: found.tokens is then each token's advantage [P]. A second
+                 launch, by torch: it is spread over the device, which the one program of the filter is not
 
     Returns float32 (float64 for float64, torch only). Dropped groups have advantage 0; so have groups of equal rewards and of
     one. Whether rewards are finite is for the caller to check, where the episode is still known: looking would wait for the
@@ -75,18 +77,24 @@ def group_advantages(
         rule = "none"  # all that remain: a sum may be too rounded to see the smallest
     if filter in ("top_k", "top_k_abs"):
         rule, k = "top_k", math.ceil(round(value * G, 6)) if filter == "top_k" else int(value)
-    if not (use_triton(backend, rewards) and rewards.dtype != torch.float64) or not G:
-        return reference.group_advantages(
-            rewards, group_ids, G, scale, ddof, eps, rule, value, k, softmax, filter_metric, include_zero, selection_eps
-        )
-    rewards, group_ids = rewards.float().contiguous(), group_ids.contiguous()
+    kernel = use_triton(backend, rewards) and rewards.dtype != torch.float64 and G > 0
+    found = (_launch if kernel else reference.group_advantages)(
+        rewards, group_ids, G, scale, ddof, eps, rule, value, k, softmax, filter_metric, include_zero, selection_eps
+    )
+    if token_rows is not None:
+        found.tokens = found.advantages[token_rows.long()]
+    return found
+
+
+def _launch(rewards, group_ids, G, scale, ddof, eps, rule, value, k, softmax, metric, include_zero, selection_eps):
+    B, rewards, group_ids = len(rewards), rewards.float().contiguous(), group_ids.contiguous()
     advantages = torch.empty_like(rewards)
     score, mean, std = (torch.empty(G, dtype=torch.float32, device=rewards.device) for _ in range(3))
     keep = torch.empty(G, dtype=torch.bool, device=rewards.device)
     scratch = torch.empty(3, G, dtype=torch.float64, device=rewards.device)
     _group_advantages[(1,)](
         rewards, group_ids, advantages, keep, score, mean, std, scratch, B, G, k, VALUE=value, SELECTION_EPS=float(selection_eps),
-        EPS=float(eps), SCALE=scale == "std", DDOF=ddof, RULE=rule, SOFTMAX=softmax, VARIANCE=filter_metric == "reward_variance",
+        EPS=float(eps), SCALE=scale == "std", DDOF=ddof, RULE=rule, SOFTMAX=softmax, VARIANCE=metric == "reward_variance",
         ZERO=bool(include_zero), BLOCK_G=BLOCK_G, BLOCK_B=BLOCK_B, num_warps=8,
     )  # fmt: skip
     return GroupAdvantages(advantages, keep, score, mean, std)
@@ -101,7 +109,7 @@ def _group_row(ids, start, B, g, BLOCK_B: tl.constexpr):
 
 
 # The filter's settings are constants because a run has one set of them (and because a float argument is only 32 bits wide).
-@jit(do_not_specialize=["B", "G", "k"])
+@jit(do_not_specialize=["B", "G", "k"], do_not_specialize_on_alignment=["R", "IDS"])
 def _group_advantages(
     R, IDS, ADVANTAGE, KEEP, SCORE, MEAN, STD, SCRATCH, B, G, k, VALUE: tl.constexpr, SELECTION_EPS: tl.constexpr,
     EPS: tl.constexpr, SCALE: tl.constexpr, DDOF: tl.constexpr, RULE: tl.constexpr, SOFTMAX: tl.constexpr,

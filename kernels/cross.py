@@ -1,22 +1,21 @@
 """The cross-prompt log-prob matrix: sums of token log-probs of many (reasoning, prompt) pairs, straight from hidden states.
 
     sums = cross_logprob_matrix(hidden, weight, targets, cu_seqlens)     # [S], one number a pair
+    found = cross_statistics(sums.view(M, N), own)                       # what collapse metrics are made of, [M] each
 
 Segment s is the tokens cu_seqlens[s] to cu_seqlens[s + 1]. For each, log softmax(hidden @ weight.T / temperature)[target] is
-summed. The logits never reach memory: a program takes a block of tokens, walks the vocabulary in tiles and the hidden size in
-slices for the tensor cores, and keeps the running (maximum, sum) of each token. A second small kernel sums each segment in
-a fixed order, with no atomics, so a pair's sum is the same bits whatever else is measured. Forward only: this is a diagnosis.
-Left out: splitting the vocabulary over programs. Source: RAGEN-2 (arXiv 2604.06268), the estimate of I(X; Z).
+summed. The logits never reach memory: the tokens' log-probs come from linear.py's kernels, without the entropy. A small kernel
+then sums each segment in a fixed order, with no atomics, so a pair's sum is the same bits whatever else is measured. Forward
+only: this is a diagnosis. Source: RAGEN-2 (arXiv 2604.06268), the estimate of I(X; Z).
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanoragen.kernels import reference
-from nanoragen.kernels.dispatch import interpreted, jit, tl, triton, use_triton
-
-LOG2E = 1.4426950408889634
+from nanoragen.kernels import linear, reference
+from nanoragen.kernels.dispatch import jit, tl, use_triton
+from nanoragen.kernels.reference import CrossStatistics
 
 
 def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, *, temperature=1.0, backend="auto"):
@@ -37,56 +36,12 @@ def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, *, temperature=1.0
     hidden, weight = hidden.detach(), weight.detach()
     if not (use_triton(backend, hidden) and hidden.dtype != torch.float64):
         return reference.cross_logprob_matrix(hidden, weight, targets, cu_seqlens, float(temperature))
-    if interpreted():  # its bf16 products are wrong; the same numbers as float32 are exact
-        hidden, weight = hidden.float(), weight.float()
-    hidden, weight, targets, cu_seqlens = (t.contiguous() for t in (hidden, weight, targets, cu_seqlens))
-    (P, D), V, S = hidden.shape, len(weight), len(cu_seqlens) - 1
-    token, sums = (torch.empty(n, dtype=torch.float32, device=hidden.device) for n in (P, S))
-    if P:
-        blocks = BLOCKS32 if hidden.dtype == torch.float32 else BLOCKS16
-        _token[(triton.cdiv(P, blocks["BLOCK_P"]),)](
-            hidden, weight, targets, token, P, V, D, LOG2E / temperature, **blocks, num_warps=8
-        )
+    token, *_ = linear.forward(hidden, weight, None, targets.long(), float(temperature), with_entropy=False)
+    S = len(cu_seqlens) - 1
+    sums = torch.empty(S, dtype=torch.float32, device=hidden.device)
     if S:
-        _segment_sum[(S,)](token, cu_seqlens, sums, BLOCK=128, num_warps=1)
+        _segment_sum[(S,)](token, cu_seqlens.contiguous(), sums, BLOCK=128, num_warps=1)
     return sums
-
-
-BLOCKS16 = {"BLOCK_P": 128, "BLOCK_V": 128, "BLOCK_D": 64}  # bf16 and fp16, on tensor cores
-BLOCKS32 = {"BLOCK_P": 64, "BLOCK_V": 64, "BLOCK_D": 32}
-
-
-@jit(do_not_specialize=["P"])
-def _token(
-    HIDDEN, WEIGHT, Y, TOKEN, P, V, D, scale2, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """The log-prob of each token of a block."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    v_lanes, d_lanes = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_D)
-    live = tokens < P
-    y = tl.load(Y + tokens, mask=live, other=0)
-    m = tl.full((BLOCK_P,), float("-inf"), tl.float32)
-    s = tl.zeros((BLOCK_P,), tl.float32)
-    target = tl.zeros((BLOCK_P,), tl.float32)
-    for v in range(0, V, BLOCK_V):
-        columns = v + v_lanes
-        logits = tl.zeros((BLOCK_P, BLOCK_V), tl.float32)
-        for d in range(0, D, BLOCK_D):
-            k = d + d_lanes
-            h = tl.load(HIDDEN + tokens[:, None] * D + k[None, :], mask=live[:, None] & (k < D)[None, :], other=0.0)
-            w = tl.load(
-                WEIGHT + columns.to(tl.int64)[None, :] * D + k[:, None], mask=(columns < V)[None, :] & (k < D)[:, None], other=0.0
-            )
-            logits = tl.dot(h, w.to(h.dtype), acc=logits, input_precision="ieee")
-        x = tl.where((columns < V)[None, :], logits, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
-        # the same guards as in logprob.py: a head whose bias says -inf must not turn a whole tile into NaN
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        s = s * tl.exp2((m - shift) * scale2) + tl.sum(tl.exp2((x - shift[:, None]) * scale2), 1)
-        target += tl.sum(tl.where(columns[None, :] == y[:, None], x, 0.0), 1)
-        m = m_new
-    logprob = ((target - m) * scale2 - tl.log2(s)) * 0.6931471805599453
-    tl.store(TOKEN + tokens, tl.where((y >= 0) & (y < V), logprob, float("nan")), mask=live)
 
 
 @jit
@@ -100,3 +55,69 @@ def _segment_sum(TOKEN, CU, SUMS, BLOCK: tl.constexpr):
         tokens = start + tl.arange(0, BLOCK)
         sums += tl.load(TOKEN + tokens, mask=tokens < last, other=0.0)
     tl.store(SUMS + segment, tl.sum(sums, 0))
+
+
+TIE = 1e-6  # scores this close, relative to the own one, are equal: a few units of float32 rounding (as in collapse.py)
+
+
+def cross_statistics(sums, own, weights=None, *, backend="auto") -> CrossStatistics:
+    """Row statistics of the cross matrix, in one launch and without a host sync.
+
+    sums [M, N] log p(z_i | x_j), nats; own [M] integer, the column of each row's own prompt; weights [N] share of each prompt in
+    the mixture, None: the share of rows whose own it is. A weight of 0 leaves a column out of the mixture, not out of the rank.
+
+    Returns, each [M]:  matched = L[i, own], marginal = log sum_j w_j e^L[i, j] (float64: what is wanted is their difference),
+    above = prompts that score higher than the own one, tied = prompts that score the same, itself included (int32). The own
+    prompt is then among the k highest with probability min(max((k - above) / tied, 0), 1). A row with a NaN has marginal NaN.
+    ValueError for shapes that do not fit, or, on a CPU, an own outside 0 to N - 1. Source: RAGEN-2 (arXiv 2604.06268), I(X; Z).
+    """
+    fits = sums.ndim == 2 and own.shape == sums.shape[:1] and (weights is None or weights.shape == sums.shape[1:])
+    if not fits:
+        found = tuple(sums.shape), tuple(own.shape), None if weights is None else tuple(weights.shape)
+        raise ValueError(f"sums, own, weights: shapes {found}; valid: [M, N], [M], [N]")
+    M, N = sums.shape
+    if own.device.type == "cpu" and M and not 0 <= own.min() <= own.max() < N:
+        raise ValueError(f"own: {int(own.min())} to {int(own.max())}; valid: columns 0 to {N - 1}")
+    sums, own = sums.detach(), own.long()
+    if weights is None:  # counts are whole numbers: the same in any order of adding
+        weights = (
+            torch.zeros(N, dtype=torch.float64, device=sums.device).index_add(0, own, sums.new_ones(M, dtype=torch.float64)) / M
+        )
+    if not use_triton(backend, sums):
+        return reference.cross_statistics(sums, own, weights, TIE)
+    sums, own, weights = sums.contiguous(), own.contiguous(), weights.contiguous()
+    matched, marginal = (torch.empty(M, dtype=torch.float64, device=sums.device) for _ in range(2))
+    above, tied = (torch.empty(M, dtype=torch.int32, device=sums.device) for _ in range(2))
+    if M:
+        _row_statistics[(M,)](sums, own, weights, matched, marginal, above, tied, N, TIE=TIE, BLOCK=128, num_warps=1)
+    return CrossStatistics(matched, marginal, above, tied)
+
+
+@jit(do_not_specialize=["N"])
+def _row_statistics(L, OWN, WEIGHT, MATCHED, MARGINAL, ABOVE, TIED, N, TIE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row, which it reads twice: for the maximum and the rank, then for the sum relative to the maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    matched = tl.load(L + row * N + tl.load(OWN + row)).to(tl.float64)
+    near = TIE * tl.maximum(tl.abs(matched), 1.0)
+    top = tl.full((BLOCK,), float("-inf"), tl.float64)
+    above = tl.zeros((BLOCK,), tl.int32)
+    tied = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, N, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        x = tl.load(L + row * N + j, mask=j < N, other=float("-inf")).to(tl.float64)
+        w = tl.load(WEIGHT + j, mask=j < N, other=0.0)
+        above += (x - matched > near).to(tl.int32)
+        tied += ((tl.abs(x - matched) <= near) & (j < N)).to(tl.int32)
+        top = tl.maximum(top, tl.where(w > 0, x, float("-inf")))
+    m = tl.max(top, 0)
+    shift = tl.where(m == float("-inf"), 0.0, m)  # no prompt of the mixture makes this row: log 0, not -inf - -inf
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, N, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        x = tl.load(L + row * N + j, mask=j < N, other=float("-inf")).to(tl.float64)
+        w = tl.load(WEIGHT + j, mask=j < N, other=0.0).to(tl.float64)
+        total += tl.where(w > 0, w * tl.exp(x - shift), 0.0)
+    tl.store(MATCHED + row, matched)
+    tl.store(MARGINAL + row, shift + tl.log(tl.sum(total, 0)))
+    tl.store(ABOVE + row, tl.sum(above, 0))
+    tl.store(TIED + row, tl.sum(tied, 0))

@@ -7,6 +7,7 @@ the logits and, in the backward pass, their gradient.
 Shapes: T tokens, P packed tokens, V vocabulary, D hidden size, S segments, B episodes, G groups.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ class GroupAdvantages:
     score: torch.Tensor  # [G], what the filter ranks by: in-group std, or variance
     mean: torch.Tensor  # [G]
     std: torch.Tensor  # [G], 0 exactly where all rewards are equal
+    tokens: torch.Tensor | None = None  # [P], the advantage of each packed token, where token_rows were given
 
 
 def chunk(tensor) -> int:
@@ -56,11 +58,20 @@ def take(rows, t):
     return rows[0].index_select(0, t) if n0 == 1 else rows[t // n1, t % n1]
 
 
+def put(rows, t, values):
+    """The opposite of take."""
+    n0, n1, _ = rows.shape
+    if n0 == 1:
+        rows[0][t] = values
+    else:
+        rows[t // n1, t % n1] = values
+
+
 class LogprobEntropy(torch.autograd.Function):
     """logits [..., V], targets [...] -> logprob [...], entropy [...]. The backward pass recomputes p from the logits."""
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature, ignore_index):
+    def forward(ctx, logits, targets, temperature, ignore_index, inplace=False):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         rows, targets = as_rows(logits), targets.reshape(-1).long()
         V = rows.shape[2]
@@ -78,7 +89,7 @@ class LogprobEntropy(torch.autograd.Function):
             top[t], log_s[t] = m, s.log()
             logprob[t], entropy[t] = target - log_s[t], log_s[t] - w / s
         ctx.save_for_backward(logits, targets, entropy, top, log_s)
-        ctx.temperature, ctx.ignore_index = temperature, ignore_index
+        ctx.temperature, ctx.ignore_index, ctx.inplace = temperature, ignore_index, inplace
         return logprob.view(logits.shape[:-1]), entropy.view(logits.shape[:-1])
 
     @staticmethod
@@ -88,8 +99,10 @@ class LogprobEntropy(torch.autograd.Function):
         rows, g, h = as_rows(logits), grad_logprob.reshape(-1, 1), grad_entropy.reshape(-1, 1)
         V = rows.shape[2]
         entropy = entropy.reshape(-1, 1)
-        grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        out = grad.view(-1, V)
+        grad = logits.detach() if ctx.inplace else torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        out = as_rows(grad)
+        if ctx.inplace:
+            put(out, (targets == ctx.ignore_index).nonzero()[:, 0], 0.0)
         live = (targets != ctx.ignore_index).nonzero()[:, 0]
         for t in live.split(max(1, chunk(logits) // V)):
             y = take(rows, t).to(top.dtype).sub_(top[t, None]).div_(ctx.temperature).sub_(log_s[t, None])  # log p
@@ -97,13 +110,98 @@ class LogprobEntropy(torch.autograd.Function):
             # d logprob / dx = [x is target] - p;  d H / dx = -p (log p + H)
             y.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
             y.scatter_add_(1, targets[t, None], g[t].to(y.dtype))
-            out[t] = y.div_(ctx.temperature).to(grad.dtype)
-        return grad, None, None, None
+            put(out, t, y.div_(ctx.temperature).to(grad.dtype))
+        return grad, None, None, None, None
 
 
-def logprob_entropy(logits, targets, temperature, ignore_index):
+def logprob_entropy(logits, targets, temperature, ignore_index, inplace=False):
     """Twin of logprob.logprob_entropy."""
-    return LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index))
+    return LogprobEntropy.apply(logits, targets, float(temperature), int(ignore_index), inplace)
+
+
+# -- log-prob and entropy from hidden states ---------------------------------------------------------------------------
+
+
+def tile(P, V, most, workspace, element, column):
+    """Tokens and columns of a tile of logits: at most `most` elements, and `workspace` bytes at `element` an element and `column`
+    more a column. A square where P allows: a gradient is passed over once a tile, so the shorter side sets the traffic."""
+    side = (math.isqrt(column**2 + 4 * element * workspace) - column) // (2 * element)  # side (side element + column) = workspace
+    tokens = max(1, min(P, side, math.isqrt(most)))
+    return tokens, max(1, min(V, most // tokens, workspace // (tokens * element + column)))
+
+
+def slices(n, size):
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def linear_forward(hidden, weight, bias, targets, temperature, workspace):
+    """hidden [P, D], weight [V, D], bias [V] or None, targets [P] -> logprob, entropy, top, log_s, [P] each."""
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    (P, D), V = hidden.shape, len(weight)
+    if hidden.device.type == "cpu" and P and not 0 <= targets.min() <= targets.max() < V:
+        raise IndexError(f"targets: {int(targets.min())} to {int(targets.max())} for a vocabulary of {V}")
+    h = hidden.to(dtype) / temperature  # so that nothing of the logits' size has to be divided
+    s, w = (torch.zeros(P, dtype=dtype, device=h.device) for _ in range(2))
+    m, target = torch.full_like(s, -torch.inf), torch.full_like(s, torch.nan)
+    copies = D * h.element_size() if weight.dtype != dtype else 0
+    tokens, columns = tile(P, V, chunk(h) // 2, workspace, 2 * h.element_size(), copies)
+    for v in slices(V, columns):
+        head, b = weight[v].to(dtype), None if bias is None else bias[v].to(dtype) / temperature
+        for t in slices(P, tokens):
+            x = _logits(h[t], head, b)
+            inside, y = _inside(targets[t], v)
+            target[t] = torch.where(inside, x.gather(1, y[:, None])[:, 0], target[t])
+            top = torch.maximum(m[t], x.amax(1))
+            shift = torch.where(top == -torch.inf, 0.0, top)
+            moved = (m[t] - shift).clamp_(min=-1e30)  # as below: 0 * -inf would be NaN
+            a, e = moved.exp(), x.sub_(shift[:, None]).exp()
+            w[t] = a * (w[t] + moved * s[t]) + x.clamp_(min=-1e30).mul_(e).sum(1)
+            s[t] = a * s[t] + e.sum(1)
+            m[t] = top
+    log_s = s.log()
+    return target - m - log_s, log_s - w / s, m, log_s
+
+
+def linear_backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h, wanted):
+    """Gradients of hidden, weight and bias, or None where not wanted, from the upstream gradients g and h [P]."""
+    entropy, top, log_s = (t[:, None] for t in saved)
+    dtype, (P, D), V = log_s.dtype, hidden.shape, len(weight)
+    g, h, x_in = g[:, None], h[:, None], hidden.to(dtype) / temperature
+    grad_hidden = torch.zeros(P, D, dtype=dtype, device=hidden.device) if wanted[0] else None
+    grad_weight = torch.empty(V, D, dtype=weight.dtype, device=hidden.device) if wanted[1] else None
+    grad_bias = torch.empty(V, dtype=bias.dtype, device=hidden.device) if wanted[2] else None
+    copies = D * x_in.element_size() * (1 + (weight.dtype != dtype))
+    tokens, columns = tile(P, V, chunk(x_in) // 2, workspace, 2 * x_in.element_size(), copies)
+    for v in slices(V, columns):
+        head, b = weight[v].to(dtype), None if bias is None else bias[v].to(dtype) / temperature
+        sum_weight, sum_bias = torch.zeros_like(head), head.new_zeros(len(head))
+        for t in slices(P, tokens):
+            d = _logits(x_in[t], head, b).sub_(top[t]).sub_(log_s[t])  # log p
+            p = d.exp()
+            d.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
+            inside, y = _inside(targets[t], v)
+            d.scatter_add_(1, y[:, None], torch.where(inside[:, None], g[t], 0.0))
+            if wanted[0]:
+                grad_hidden[t].addmm_(d, head)
+            if wanted[1]:
+                sum_weight.addmm_(d.T, x_in[t])
+            if wanted[2]:
+                sum_bias += d.sum(0)
+        if wanted[1]:
+            grad_weight[v] = sum_weight  # x_in carries the 1 / temperature
+        if wanted[2]:
+            grad_bias[v] = sum_bias / temperature
+    return grad_hidden.div_(temperature).to(hidden.dtype) if wanted[0] else None, grad_weight, grad_bias
+
+
+def _logits(h, head, bias):
+    return h @ head.T if bias is None else torch.addmm(bias, h, head.T)
+
+
+def _inside(targets, v):
+    """Which targets are in a slice of the vocabulary, and where in it (somewhere, for the others)."""
+    y = targets - v.start
+    return (y >= 0) & (targets < v.stop), y.clamp(0, v.stop - v.start - 1)
 
 
 # -- the cross matrix --------------------------------------------------------------------------------------------------
@@ -178,3 +276,60 @@ def group_advantages(rewards, group_ids, G, scale, ddof, eps, rule, value, k, so
         advantage = advantage / (std + eps)[ids]
     advantage = torch.where((keep & ~equal)[ids], advantage, 0.0)
     return GroupAdvantages(advantage.to(out), keep, score, mean.to(out), std.to(out))
+
+
+# -- the policy loss ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PolicyStats:
+    logprob: torch.Tensor  # [...] log p(target)
+    entropy: torch.Tensor  # [...] of the whole distribution, nats
+    clipped: torch.Tensor  # [...] 1 where the clip has taken the gradient away, else 0
+    kl: torch.Tensor  # [...] estimate of KL(policy || reference), 0 without a reference
+
+
+def policy_loss(
+    logits, targets, old, advantages, weights, ref, low, high, beta, kl, entropy_coef, temperature, ignore_index, inplace
+):  # fmt: skip
+    """Twin of policy.policy_loss. Autograd does the [T] part; the logits are read and written by LogprobEntropy."""
+    logprob, entropy = logprob_entropy(logits, targets, temperature, ignore_index, inplace)
+    live = targets != ignore_index
+    weights = torch.where(live, weights.detach(), 0.0)
+    A = torch.where(weights == 0, 0.0, advantages.detach())
+    log_ratio = torch.where(live, logprob - (logprob if old is None else old).detach(), 0.0)
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        clipped = (A > 0) & (ratio > high) | (A < 0) & (ratio < low)
+    # where the clip is active, or A is 0, neither the ratio nor its gradient is formed: it may overflow
+    policy = -A * torch.where(clipped, ratio.clamp(low, high), torch.where(clipped | (A == 0), 0.0, log_ratio).exp())
+    loss = policy - entropy_coef * entropy
+    estimate = torch.zeros_like(logprob)
+    if ref is not None:
+        d = torch.where(live, ref.detach() - logprob, 0.0).clamp(-20, 20)  # a factor of 5e8: exp cannot overflow
+        estimate = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kl]
+        loss = loss + beta * estimate
+    stats = PolicyStats(*(t.detach() for t in (logprob, entropy, clipped.to(logprob.dtype), estimate)))
+    return (weights * loss).sum(), stats
+
+
+# -- statistics of the cross matrix ------------------------------------------------------------------------------------
+
+
+@dataclass
+class CrossStatistics:
+    matched: torch.Tensor  # [M] float64, log p(z_i | its own prompt)
+    marginal: torch.Tensor  # [M] float64, log p_mix(z_i)
+    above: torch.Tensor  # [M] int32, prompts that score higher than the own one
+    tied: torch.Tensor  # [M] int32, prompts that score the same, the own one among them
+
+
+def cross_statistics(sums, own, weights, tie):
+    """Twin of cross.cross_statistics."""
+    L = sums.double()
+    matched = L.gather(1, own[:, None])
+    near = tie * matched.abs().clamp(min=1.0)
+    # a column of weight 0 is no part of the mixture, not even where L is NaN or inf there
+    marginal = torch.where(weights > 0, L + weights.double().log(), -torch.inf).logsumexp(1)
+    above, tied = (L - matched > near).sum(1), ((L - matched).abs() <= near).sum(1)
+    return CrossStatistics(matched[:, 0], marginal, above.int(), tied.int())

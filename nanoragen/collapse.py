@@ -237,10 +237,13 @@ def measure(
 
 
 # ---------------------------------------------------------------------------------------------------------- the regimes
+LOW = 0.5  # share of the first measurement below which H(Z|X) or MI counts as lost
+
+
 def regime(h, mi, h0, mi0) -> str:
-    """Name of what H(Z|X) and MI show against the run's first measurement (h0, mi0). Low: below half of it, or none."""
-    low_h = h <= 0 or h < h0 / 2
-    low_mi = mi <= 0 or mi < mi0 / 2
+    """Name of what H(Z|X) and MI show against the run's first measurement (h0, mi0). Low: below LOW of it, or none."""
+    low_h = h <= 0 or h < LOW * h0
+    low_mi = mi <= 0 or mi < LOW * mi0
     if low_mi:
         return "low-entropy collapse" if low_h else "template collapse"
     return "compressed" if low_h else "diverse"

@@ -103,7 +103,7 @@ def rewind(folder, step: int) -> list[dict]:
     Returns the lines of metrics.jsonl that stay.
     """
     history = []
-    for name in ("metrics.jsonl", "rollouts.jsonl", "errors.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "cross.jsonl", "errors.jsonl"):
         path, position, end = Path(folder) / name, 0, 0
         if not path.is_file():
             continue

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import nanoragen.envs.countdown as module
 from nanoragen.chat import parse_reply
+from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS
 from nanoragen.envs.countdown import MAX_LENGTH, MAX_OPEN, Countdown, evaluate
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -338,3 +339,52 @@ def test_instances_do_not_depend_on_the_order_of_play():
     for s in order:
         assert env.reset(seed=s)[0] == want[s]
         env.step("1 + 1")
+
+
+# -- data files --------------------------------------------------------------------------------------------------------
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_instances_from_a_file(tmp_path):
+    train = write(tmp_path / "a.jsonl", '{"target": 98, "nums": [44, 19, 35]}\n{"nums": [1, 2, 3, 4], "target": 24, "id": 7}\n')
+    test = write(tmp_path / "b.json", '[{"nums": [5, 6], "target": 30}]')
+    env = Countdown(data=train, eval_data=test)
+    assert {env.reset(seed=s)[0] for s in EVAL_SEEDS[:20]} == {"numbers 5 6 target 30"}
+    seen = {env.reset(seed=s)[0] for s in TRAIN_SEEDS[:20]}
+    assert seen == {"numbers 44 19 35 target 98", "numbers 1 2 3 4 target 24"}
+    assert {Countdown(data=train).reset(seed=s)[0] for s in EVAL_SEEDS[:20]} == seen
+    for action in env.demonstrate():
+        assert env.step(action)[1] == 1.0
+    env.reset(seed=0)
+    assert env.step("5 + 6")[1] == 0.1 and env.step("5 * 6")[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{}",
+        "3",
+        '{"nums": [1, 2]}',
+        '{"nums": 12, "target": 3}',
+        '{"nums": [1], "target": 1}',
+        '{"nums": [1, 2, 3, 4, 5], "target": 15}',
+        '{"nums": [1, 2.5], "target": 3}',
+        '{"nums": [1, true], "target": 2}',
+        '{"nums": [0, 2], "target": 2}',
+        '{"nums": [1, 2], "target": "3"}',
+    ],
+)
+def test_rows_that_cannot_be_played(row, tmp_path):
+    path = write(tmp_path / "d", '{"nums": [1, 2], "target": 3}\n' + row)
+    with pytest.raises(ValueError, match="^data: .*row 2: .*valid: ") as error:
+        Countdown(data=path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_file_alone_is_refused():
+    with pytest.raises(ValueError, match="^eval_data: .*valid: "):
+        Countdown(eval_data="x")

@@ -2,6 +2,7 @@
 
 import math
 import random
+from fractions import Fraction
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def book(rewards, ids, G, *, scale, ddof, filter, filter_value, filter_mode, fil
 @pytest.mark.parametrize("filter", FILTERS)
 def test_random_batches(filter, backend):
     rng = random.Random(FILTERS.index(filter))
-    for _ in range(8 if backend == "triton" and DEVICE == "cpu" else 100):
+    for _ in range(8 if backend == "triton" and DEVICE == "cpu" else 1000):
         G = rng.randint(1, 9)
         ids = [g for g in range(G) for _ in range(rng.randint(1, 6))]
         rng.shuffle(ids)
@@ -70,6 +71,40 @@ def test_random_batches(filter, backend):
         assert got.keep.tolist() == want[1], (how, rewards, ids)
         for a, b in zip((got.advantages, got.score, got.mean, got.std), (want[0], *want[2:])):
             torch.testing.assert_close(a.cpu().double(), torch.tensor(b, dtype=torch.float64), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("filter", ["top_k_abs", "min_p"])
+def test_ties_are_those_of_exact_arithmetic(filter, backend):
+    """Rewards 0, 1, 2: variances are fractions, many of them equal between groups of other rewards and sizes."""
+    rng = random.Random(7)
+    for _ in range(6 if backend == "triton" and DEVICE == "cpu" else 1000):
+        G = rng.randint(2, 9)
+        ids = [g for g in range(G) for _ in range(rng.randint(2, 6))]
+        rng.shuffle(ids)
+        rewards = [rng.randint(0, 2) for _ in ids]
+        score = []
+        for g in range(G):
+            x = [Fraction(r) for r, i in zip(rewards, ids) if i == g]
+            m = sum(x) / len(x)
+            score.append(sum((r - m) ** 2 for r in x) / (len(x) - 1))
+        order, k = sorted(range(G), key=lambda g: (-score[g], g)), rng.randint(1, G)
+        kept = order[:k] if filter == "top_k_abs" else [g for g in order if score[g] >= max(score) / 2]
+        found = group_advantages(
+            torch.tensor(rewards, dtype=torch.float32, device=DEVICE), torch.tensor(ids, device=DEVICE), filter=filter,
+            filter_value=k if filter == "top_k_abs" else 0.5, filter_metric="reward_variance", backend=backend,
+        )  # fmt: skip
+        assert found.keep.tolist() == [g in kept for g in range(G)], (rewards, ids)
+        assert [s == 0 for s in found.score.tolist()] == [s == 0 for s in score]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_advantages_of_packed_tokens(backend):
+    rewards, ids = torch.tensor([1.0, 0.0, 2.0, 2.0, 3.0], device=DEVICE), torch.tensor([0, 0, 1, 1, 0], device=DEVICE)
+    rows = torch.tensor([4, 4, 0, 2, 1, 1, 1, 3], device=DEVICE, dtype=torch.int32)
+    found = group_advantages(rewards, ids, num_groups=2, token_rows=rows, backend=backend)
+    assert found.tokens.tolist() == [found.advantages[r].item() for r in rows.tolist()] and found.tokens[0] > 1
+    assert group_advantages(rewards, ids, num_groups=2, backend=backend).tokens is None
 
 
 def advantages(rewards, ids, **how):

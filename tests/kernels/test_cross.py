@@ -1,11 +1,12 @@
-"""cross_logprob_matrix against float64 log-softmax by the book."""
+"""cross_logprob_matrix against float64 log-softmax by the book, cross_statistics against collapse.py, which has its own way."""
 
 import pytest
 import torch
 from backends import BACKENDS, DEVICE
 
+from nanoragen.collapse import collapse_metrics
 from nanoragen.kernels import reference
-from nanoragen.kernels.cross import cross_logprob_matrix
+from nanoragen.kernels.cross import cross_logprob_matrix, cross_statistics
 
 
 def book(hidden, weight, targets, cu, temperature):
@@ -89,6 +90,75 @@ def test_twin_takes_any_number_of_pairs():
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit"):
         cross_logprob_matrix(torch.zeros(3, 4), torch.zeros(5, 6), torch.zeros(3, dtype=torch.long), torch.tensor([0, 3]))
+
+
+def matrix(M, N, seed, dtype=torch.float32):
+    """Scores with ties: on a grid of 1/4, some equal but for rounding, some columns all the same, some impossible."""
+    rng = torch.Generator().manual_seed(seed)
+    L = torch.randint(-40, -4, (M, N), generator=rng).to(dtype) / 4
+    own = torch.randint(max(1, N - 1), (M,), generator=rng)  # the last prompt has no row
+    L[::3, : N // 2] = L[::3, :1] * (1 + 1e-7)
+    L[1::3] -= 5000
+    L[2::5, -1] = -torch.inf
+    return L.to(DEVICE), own.to(DEVICE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("M, N", [(1, 1), (7, 2), (12, 5), (30, 9), (5, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_give_the_collapse_metrics(M, N, dtype, backend):
+    L, own = matrix(M, N, M + N, dtype)
+    found = cross_statistics(L, own, backend=backend)
+    want = collapse_metrics(L, own, torch.ones(M))
+    assert (found.matched - found.marginal).mean().item() == pytest.approx(want["mi_seq_estimate"], abs=1e-9)
+    assert -found.matched.mean().item() == pytest.approx(want["conditional_entropy_seq_est"], rel=1e-12)
+    assert -found.marginal.mean().item() == pytest.approx(want["reasoning_entropy_seq_est"], rel=1e-12)
+    for k, name in (
+        (1, "retrieval_accuracy"),
+        (2, "retrieval_accuracy@2"),
+        (4, "retrieval_accuracy@4"),
+        (8, "retrieval_accuracy@8"),
+    ):
+        if name in want:
+            credit = ((k - found.above.double()) / found.tied).clamp(0, 1)
+            assert credit.mean().item() == pytest.approx(want[name], abs=1e-12)
+    assert ((found.above >= 0) & (found.tied >= 1) & (found.above + found.tied <= N)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_statistics_of_worked_cases(backend):
+    p = torch.tensor([[0.9, 0.1], [0.1, 0.9]], device=DEVICE).log()
+    found = cross_statistics(p, torch.tensor([0, 1], device=DEVICE), backend=backend)
+    assert (found.matched - found.marginal).mean().item() == pytest.approx(0.587787, abs=1e-6)
+    far = torch.tensor([[-5000.0, -5010.0], [-5010.0, -5000.0]], device=DEVICE)  # no underflow
+    found = cross_statistics(far, torch.tensor([0, 1], device=DEVICE), backend=backend)
+    assert (found.matched - found.marginal).tolist() == pytest.approx([0.693102] * 2, abs=1e-6)
+    found = cross_statistics(
+        p.expand(2, 2)[:1], torch.tensor([1], device=DEVICE), torch.tensor([0.25, 0.75], device=DEVICE), backend=backend
+    )
+    assert found.marginal.item() == pytest.approx(torch.tensor(0.25 * 0.9 + 0.75 * 0.1).log().item(), abs=1e-6)
+    assert (found.above.item(), found.tied.item()) == (1, 1)
+    nothing = cross_statistics(torch.full((1, 3), -torch.inf, device=DEVICE), torch.tensor([2], device=DEVICE), backend=backend)
+    assert nothing.marginal.item() == -torch.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_of_statistics_is_the_same_bits_alone(backend):
+    L, own = matrix(20, 150, 3)
+    weights = torch.rand(150, device=DEVICE)
+    L += torch.randn(20, 150, device=DEVICE)
+    together = cross_statistics(L, own, weights, backend=backend)
+    alone = cross_statistics(L[7:8], own[7:8], weights, backend=backend)
+    for name in ("matched", "marginal", "above", "tied"):
+        assert torch.equal(getattr(together, name)[7:8], getattr(alone, name))
+
+
+def test_statistics_of_bad_arguments():
+    for bad in ((torch.zeros(2, 3), torch.tensor([0])), (torch.zeros(2, 3), torch.tensor([0, 1]), torch.ones(2))):
+        with pytest.raises(ValueError, match="^sums, own, weights: .*; valid: "):
+            cross_statistics(*bad)
+    with pytest.raises(ValueError, match="^own: 0 to 3; valid: columns 0 to 2"):
+        cross_statistics(torch.zeros(2, 3), torch.tensor([0, 3]))
 
 
 @pytest.mark.gpu

@@ -15,10 +15,13 @@ import torch
 from nanoragen.kernels.advantage import group_advantages
 from nanoragen.kernels.cross import cross_logprob_matrix
 from nanoragen.kernels.logprob import logprob_entropy
+from nanoragen.kernels.policy import policy_loss
 for _ in range(2):
     logprob, entropy = logprob_entropy(torch.zeros(2, 8), torch.tensor([0, 1]))
     sums = cross_logprob_matrix(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([0, 1]), torch.tensor([0, 2]))
     a = group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0])).advantages
+loss, _ = policy_loss(torch.zeros(2, 8), torch.tensor([0, 1]), None, torch.ones(2), torch.ones(2))
+assert loss == -2
 print(round(logprob.sum().item(), 4), round(sums.item(), 4), a.tolist()[1] > 0)
 """
 

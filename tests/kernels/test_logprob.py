@@ -1,17 +1,23 @@
 """logprob_entropy against float64 softmax by the book, for the twin and, under TRITON_INTERPRET=1, for the kernel."""
 
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from backends import BACKENDS, DEVICE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nanoragen.kernels.dispatch import interpreted
 from nanoragen.kernels.logprob import logprob_entropy
 from nanoragen.kernels.reference import as_rows
 
 INF = float("inf")
+ROOT = Path(__file__).parent.parent.parent
 
 
 def book(logits, targets, temperature=1.0):
@@ -19,7 +25,7 @@ def book(logits, targets, temperature=1.0):
     x = logits.double() / temperature
     p = torch.softmax(x, -1)
     log_p = torch.log_softmax(x, -1)
-    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    entropy = -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)  # whose gradient at -inf is not 0 * inf
     return log_p.gather(-1, targets[..., None]).squeeze(-1), entropy
 
 
@@ -45,7 +51,7 @@ def test_values_and_gradients(V, dtype, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shift", [0.0, 1000.0, -120.0, -50.0])
-@pytest.mark.parametrize("V", [1, 3, 127, 129, 1000, 50257])
+@pytest.mark.parametrize("V", [1, 3, 127, 129, 1000, 50257, 129_920, 151_936])
 def test_equal_logits_give_ln_v_at_any_offset(V, shift, backend):
     logprob, entropy = logprob_entropy(
         torch.full((1, V), shift, device=DEVICE), torch.tensor([V - 1], device=DEVICE), backend=backend
@@ -78,15 +84,54 @@ def test_minus_infinity_contributes_nothing(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_is_the_same_bits_alone_in_a_batch_and_elsewhere(backend):
-    rows = torch.randn(40, 5003, device=DEVICE)
-    targets = torch.randint(5003, (40,), device=DEVICE)
-    together = logprob_entropy(rows, targets, backend=backend)
-    for i in (0, 7, 39):
-        for a, b in zip(logprob_entropy(rows[i : i + 1], targets[i : i + 1], backend=backend), together):
-            assert torch.equal(a[0], b[i])
-    for a, b in zip(logprob_entropy(rows.flip(0), targets.flip(0), backend=backend), together):
-        assert torch.equal(a.flip(0), b)
+def test_a_row_is_the_same_bits_alone_in_a_batch_elsewhere_and_beside_padding(backend):
+    """Values and gradients."""
+
+    def both(logits, targets):
+        leaf = logits.clone().requires_grad_()
+        logprob, entropy = logprob_entropy(leaf, targets, backend=backend)
+        (2 * logprob.sum() - entropy.sum()).backward()
+        return logprob.detach(), entropy.detach(), leaf.grad
+
+    rows, targets = torch.randn(12, 5003, device=DEVICE), torch.randint(5003, (12,), device=DEVICE)
+    together = both(rows, targets)
+    for i in (0, 7, 11):
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(both(rows[i : i + 1], targets[i : i + 1]), together))
+    assert all(torch.equal(a.flip(0), b) for a, b in zip(both(rows.flip(0), targets.flip(0)), together))
+    padded = torch.where(torch.arange(12, device=DEVICE) % 4 == 3, -100, targets).view(3, 4)
+    live = padded.flatten() != -100
+    for a, b in zip(both(rows.view(3, 4, 5003), padded), together):
+        assert torch.equal(a.reshape(b.shape)[live], b[live])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    T=st.integers(1, 4), V=st.integers(1, 80), seed=st.integers(0, 999), temperature=st.sampled_from([0.3, 1.0, 4.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), offset=st.sampled_from([0.0, -90.0, 500.0]),
+    blocked=st.sampled_from([0.0, 0.3, 0.9]), ignored=st.booleans(),
+)  # fmt: skip
+def test_no_further_from_float64_than_the_plain_way(backend, T, V, seed, temperature, dtype, offset, blocked, ignored):
+    """On any logits: the plain way in the same precision may be as wrong as it likes, and ours at most that wrong."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(T, V, generator=rng) + offset
+    targets = torch.randint(V, (T,), generator=rng)
+    logits[(torch.rand(T, V, generator=rng) < blocked) & (torch.arange(V) != targets[:, None])] = -INF
+    logits, targets = logits.to(DEVICE, dtype), targets.to(DEVICE)
+    exact, leaf = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    wanted = torch.where(targets >= V // 2, targets, -100) if ignored else targets
+    live = wanted != -100
+    want, got = book(exact, targets, temperature), logprob_entropy(leaf, wanted, temperature=temperature, backend=backend)
+    low = torch.log_softmax(logits / temperature, -1)
+    plain = low.gather(1, targets[:, None])[:, 0], -torch.where(low > -INF, low.exp() * low, 0.0).sum(-1)
+    for ours, theirs, true in zip(got, plain, want):
+        error, allowed = (ours - true)[live].abs(), (theirs.double() - true)[live].abs()
+        assert (error <= allowed + 1e-5 * (1 + true[live].abs())).all()
+        assert (ours[~live] == 0).all()
+    (want[0] - 0.5 * want[1])[live].sum().backward()
+    (got[0] - 0.5 * got[1]).sum().backward()
+    half_ulp = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, atol=half_ulp / temperature, rtol=half_ulp)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -193,6 +238,89 @@ def test_second_derivatives_are_refused(backend):
         grad.sum().backward()
 
 
+def made(logits):
+    """Logits as a model makes them: the output of an operation that has no use for its own values."""
+    leaf = logits.clone().requires_grad_()
+    return leaf, leaf * 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [5, 300, 9001])
+def test_inplace_gives_the_same_bits_in_the_logits_own_memory(V, dtype, backend):
+    base = torch.randn(3, 4, V, device=DEVICE).to(dtype)
+    targets = torch.randint(V, (3, 4), device=DEVICE)
+    targets[1, 2] = targets[2, 0] = -100
+    found = []
+    for inplace in (False, True):
+        _, logits = made(base)
+        logprob, entropy = logprob_entropy(logits, targets, temperature=0.7, inplace=inplace, backend=backend)
+        assert torch.equal(logits, base)  # the forward pass leaves them alone
+        (grad,) = torch.autograd.grad((2 * logprob - entropy).sum(), logits)
+        assert (grad.data_ptr() == logits.data_ptr()) == inplace
+        found.append(grad)
+    assert torch.equal(*found) and (found[1][1, 2] == 0).all() and (found[1][2, 0] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inplace_of_a_slice_writes_nothing_else(backend):
+    base, targets = torch.randn(3, 4, 50, device=DEVICE), torch.randint(40, (3, 3), device=DEVICE)
+    found = []
+    for inplace in (False, True):
+        leaf, wide = made(base)
+        logprob, entropy = logprob_entropy(wide[:, :-1, :40], targets, inplace=inplace, backend=backend)
+        found += torch.autograd.grad((logprob + entropy).sum(), leaf)
+    assert torch.equal(*found) and torch.equal(wide[:, :-1, :40], found[0][:, :-1, :40])
+    assert torch.equal(wide[:, -1], base[:, -1]) and torch.equal(wide[..., 40:], base[..., 40:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("misuse", ["backward twice", "saved by another operation", "saved by their own operation", "scored twice"])
+def test_inplace_misuse_is_loud(misuse, backend):
+    leaf, logits = made(torch.randn(2, 50, device=DEVICE))
+    targets = torch.tensor([0, 49], device=DEVICE)
+    if misuse == "saved by their own operation":
+        logits = leaf.exp()  # whose backward needs its result
+    loss = logprob_entropy(logits, targets, inplace=True, backend=backend)[0].sum()
+    if misuse == "saved by another operation":
+        loss = loss + (logits**2).sum()
+    if misuse == "scored twice":
+        loss = loss + logprob_entropy(logits, targets, temperature=2.0, inplace=True, backend=backend)[1].sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inplace_is_refused_where_a_gradient_cannot_lie(backend):
+    leaf, logits = made(torch.randn(1, 4, 6, device=DEVICE))
+    for bad in (leaf, leaf.view(4, 6), logits.expand(2, 4, 6), logits.transpose(1, 2), logits.as_strided((3, 6), (3, 1))):
+        with pytest.raises(ValueError, match="^inplace: .*; valid: "):
+            logprob_entropy(bad, torch.zeros(bad.shape[:-1], dtype=torch.long, device=DEVICE), inplace=True, backend=backend)
+    with torch.no_grad():  # no gradient will ever be written
+        logprob_entropy(leaf, torch.zeros(1, 4, dtype=torch.long, device=DEVICE), inplace=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_ignored_rows_are_not_read(inplace, backend):
+    """NaN in them reaches nothing, in either pass."""
+    _, logits = made(torch.randn(4, 5003, device=DEVICE))
+    logits.data[1::2] = float("nan")
+    targets = torch.tensor([7, -1, 5002, -1], device=DEVICE)
+    logprob, entropy = logprob_entropy(logits, targets, ignore_index=-1, inplace=inplace, backend=backend)
+    (grad,) = torch.autograd.grad((logprob + entropy).sum(), logits)
+    assert logprob.isfinite().all() and entropy.isfinite().all() and grad.isfinite().all()
+    assert (grad[1::2] == 0).all() and (grad[::2] != 0).any(1).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_targets(backend):
+    logits, targets = torch.randn(5, 9, device=DEVICE), torch.arange(10, device=DEVICE)[::2] % 9
+    for a, b in zip(logprob_entropy(logits, targets, backend=backend), book(logits, targets)):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_targets_out_of_the_vocabulary_do_not_pass_silently(backend):
     logits, targets = torch.randn(2, 5, device=DEVICE), torch.tensor([5, -1], device=DEVICE)
@@ -227,23 +355,32 @@ def test_shapes_that_do_not_fit():
         logprob_entropy(torch.randn(2, 5), torch.tensor([0, 1, 2]))
 
 
-def test_rows_beyond_two_to_the_31_elements():
-    """Row offsets are 64-bit. The 4.3 GB are never touched but in two rows, so the system never hands them out."""
-    code = """
+@pytest.mark.skipif(interpreted(), reason="this is the inner run")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_beyond_two_to_the_31_elements(backend):
+    """Offsets are 64-bit, also where the gradient is written. Of the 4.3 GB all but three rows is never touched, and so never
+    handed out by the system."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    code = f"""
 import torch
-from nanoragen.kernels.logprob import logprob_entropy
-stride = 2**30 + 8
+from nanoragen.kernels import logprob, reference
+stride, targets = 2**30 + 8, torch.tensor([0, 1, 63])
 wide = torch.empty(2 * stride + 64, dtype=torch.float16)
 rows = wide.as_strided((3, 64), (stride, 1))
 rows[0], rows[1], rows[2] = torch.randn(3, 64).half()
-targets = torch.tensor([0, 1, 63])
-a, b = logprob_entropy(rows, targets, backend="triton"), logprob_entropy(rows.clone(), targets, backend="torch")
-assert torch.allclose(a[0], b[0], atol=1e-5) and torch.allclose(a[1], b[1], atol=1e-5), (a, b)
+near = rows.clone().requires_grad_()
+function = logprob._LogprobEntropy if {backend!r} == "triton" else reference.LogprobEntropy
+far = function.apply(rows.requires_grad_(), targets, 1.0, -100, True)  # past the check: rows is a leaf
+want = logprob.logprob_entropy(near, targets, backend="torch")
+assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(far, want)), (far, want)
+for found, leaf in ((far, rows), (want, near)):
+    (found[0].sum() + found[1].sum()).backward()
+assert torch.allclose(rows, near.grad, atol=1e-3), (rows, near.grad)
 """
-    pytest.importorskip("triton")
-    import os
-
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
