@@ -21,6 +21,8 @@ _CLASSES = {
     "math_qa": "MathQA",
     "webshop": "WebShop",
     "search_qa": "SearchQA",
+    "code": "Code",
+    "lean": "Lean",
 }
 
 

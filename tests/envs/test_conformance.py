@@ -17,15 +17,18 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoragen.envs import registry
 from nanoragen.envs.base import CHARSET, EVAL_SEEDS, TRAIN_SEEDS, WARMUP_SEEDS, eval_seeds, train_seeds
-from nanoragen.envs.registry import env_class, make, names
+from nanoragen.envs.registry import env_class, names
+from playable import make, options
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = pytest.mark.parametrize("name", names())
 PLAY = """
 import json, random, sys
-sys.path.insert(0, sys.argv[1])
-from nanoragen.envs.registry import make, names
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/envs"]
+from nanoragen.envs.registry import names
+from playable import make
 logs = {}
 for name in names():
     env, rng, log = make(name), random.Random(0), logs.setdefault(name, [])
@@ -51,7 +54,7 @@ def test_gymnasium_checker(name):
 
 @ALL
 def test_registered_with_gymnasium(name):
-    env = gymnasium.make(f"nanoragen/{env_class(name).__name__}-v0")
+    env = gymnasium.make(f"nanoragen/{env_class(name).__name__}-v0", **options(name))
     assert env.reset(seed=3)[0] == first(name, 3)
     assert type(env.unwrapped) is env_class(name)
 
@@ -245,13 +248,13 @@ def test_e1_same_arguments_same_seeds():
 )
 def test_unknown_name_gives_the_nearest(wrong, near):
     with pytest.raises(ValueError, match=f"^env: .*did you mean '{near}'.*valid: ") as error:
-        make(wrong)
+        registry.make(wrong)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("wrong, near", [("boxs", "boxes"), ("hieght", "height")])
 def test_unknown_option_gives_the_nearest(wrong, near):
     with pytest.raises(ValueError, match=f"^env: sokoban has no option '{wrong}'; did you mean '{near}'"):
-        make("sokoban", **{wrong: 1})
+        registry.make("sokoban", **{wrong: 1})
     with pytest.raises(ValueError, match="valid: numbers, low, high, max_target"):
-        make("countdown", zzz=1)
+        registry.make("countdown", zzz=1)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from helpers import byte_tokenizer, play, script, tiny_model
-from nanoragen.envs.registry import make, names
+from nanoragen.envs.registry import names
 from nanoragen.rollout import Sampling, rollout
+from playable import make
 
 TOKENIZER = byte_tokenizer()
 MODEL = tiny_model(TOKENIZER, positions=8192)  # never asked: the script answers in its place
