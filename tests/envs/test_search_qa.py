@@ -114,8 +114,9 @@ def test_wrong_answers_are_never_rewarded():
         assert any(answer in p for p in passages) and answer.lower() not in text.lower()
         tricks = [
             text, env.question.text, *passages, " ".join(passages), ", ".join(env.library.titles), f"{answer} or Drusk",
-            f"not {answer}", f"finish[{answer}]", f"{answer}]finish[{answer}", f"{answer} || {answer}", f"<answer>{answer}</answer>",
-            answer[:-1], answer + answer, " ".join(answer), answer[::-1], "*", ".*", "%s", "None", "True", "nan", "the", "\x00", "question",
+            f"not {answer}", f"finish[{answer}]", f"{answer}]finish[{answer}", f"{answer} || {answer}",
+            f"<answer>{answer}</answer>", answer[:-1], answer + answer, " ".join(answer), answer[::-1],
+            "*", ".*", "%s", "None", "True", "nan", "the", "\x00", "question",
         ]  # fmt: skip
         for wrong in tricks + random.Random(seed).sample(every, 60):
             if wrong == answer:
