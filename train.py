@@ -400,7 +400,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
                 found = collapse.measure(model, episodes, temperature=c.temperature, seed=step)
             found.update(ema.update(found))
             line.update({f"collapse_first_turn_sample/{k}": v for k, v in found.items()})
-            if "mi_seq_estimate" in found:
+            if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
                 here = found["conditional_entropy_est"], found["mi_seq_estimate"]
                 first = first or here  # the regime is judged against the run's first measurement
                 line["regime"], regime = collapse.regime(*here, *first), collapse.regime_sentence(*here, *first)
@@ -534,9 +534,13 @@ def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
     for key in ("algo", "baseline"):  # what there is to restore depends on them
         if getattr(c, key) != recorded.get(key, getattr(c, key)):
             raise ValueError(f"{key}: {getattr(c, key)} with --resume {out}; valid: {recorded[key]}, as the run began")
+    before = cli.parse(Config, ["--config", str(out / "config.json")], "train.py", "")
+    for key in ("env", "env_options", "model", "algo", "baseline"):
+        if getattr(c, key) != getattr(before, key):
+            raise ValueError(f"{key}: {getattr(c, key)} with --resume of a run of {getattr(before, key)}; valid: a run of its own")
     done = int(saved.name.split("_")[1])
     if done >= c.steps:
-        raise ValueError(f"resume: {out} is done with all {c.steps} steps; valid: --steps above {done}")
+        raise ValueError(f"resume: {out} has done {done} steps already; valid: --steps above {done}")
     return c, out, saved
 
 
@@ -549,9 +553,11 @@ def main(argv=None):
         check(c)
         out = out if saved else run_folder(c)  # before torch is imported: a bad folder shows at once
         from nanoragen import model as models
+        from nanoragen.chat import Chat
         from nanoragen.faults import TooManyFaults
 
         model, tokenizer = models.load(str(saved or c.model), device=c.device)
+        Chat(tokenizer)  # a model without a chat template cannot play
     except ValueError as e:
         cli.fail("train.py", e)
     try:

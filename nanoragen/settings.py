@@ -36,7 +36,18 @@ def check(c):
             raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0, inf for no clipping")
     for key in ("lr", "critic_lr", "temperature", "max_grad_norm"):
         if not 0 < getattr(c, key) < math.inf:
-            raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0 (sampling and training share one temperature)")
+            why = " (sampling and training share one temperature)" if key == "temperature" else ""
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: above 0{why}")
+    if not math.isfinite(c.entropy_coef):
+        raise ValueError(f"entropy_coef: {c.entropy_coef}; valid: a finite number")
+    if not -math.inf < c.format_penalty <= 0:
+        raise ValueError(f"format_penalty: {c.format_penalty}; valid: 0 or less")
+    if 1 <= c.clip_low < math.inf:
+        raise ValueError(f"clip_low: {c.clip_low}; valid: above 0 and below 1, or inf for no clipping")
+    if c.seed >= 2**63:
+        raise ValueError(f"seed: {c.seed}; valid: below 2^63")
+    if 0 < c.env_timeout < 0.01:
+        raise ValueError(f"env_timeout: {c.env_timeout}; valid: 0 (no limit), or 0.01 seconds and more")
     if not 0 <= c.max_faults <= 1:
         raise ValueError(f"max_faults: {c.max_faults}; valid: 0 to 1")
     for key in ("gamma", "lam", "turn_gamma", "turn_lam", "quantile"):

@@ -110,7 +110,7 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_line_that_says_so(tmp_pat
     "argv, said",
     [(["--resume", "{run}/nowhere"], "holds no run"), (["--resume", "{run}", "--out", "x"], "--resume"),
      (["--resume", "{run}"], "no whole checkpoint"), (["--resume", "{done}"], "--steps above 7"),
-     (["--resume", "{done}", "--steps", "6"], "--steps above 7"),
+     (["--resume", "{done}", "--steps", "6"], "--steps above 7"), (["--resume", "{done}", "--env", "sokoban"], "a run of bandit"),
      (["--resume", "{done}", "--steps", "8", "--algo", "ppo"], "algo: ppo"),
      (["--resume", "{done}", "--steps", "8", "--baseline", "critic"], "valid: mean")],
 )  # fmt: skip

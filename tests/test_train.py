@@ -192,7 +192,9 @@ def test_micro_batches_cover_every_row_once():
     "bad, key",
     [({"groups": 0}, "groups"), ({"group_size": 1}, "group_size"), ({"env": "sokobam"}, "sokoban"), ({"temperature": 0.0}, "temperature"),
      ({"filter_value": 1.5}, "filter_value"), ({"model": "./no-such-folder"}, "model"), ({"env_options": "boxs=2"}, "boxes"),
-     ({"lr": float("nan")}, "lr"), ({"log": "wandbb"}, "log")],
+     ({"lr": float("nan")}, "lr"), ({"env_timeout": float("nan")}, "env_timeout"), ({"env_timeout": 1e-9}, "env_timeout"),
+     ({"seed": 10**20}, "seed"), ({"format_penalty": 5.0}, "format_penalty"), ({"clip_low": 2.0}, "clip_low"), ({"beta": float("nan")}, "beta"), ({"entropy_coef": float("nan")}, "entropy_coef"),
+     ({"weight_decay": float("inf")}, "weight_decay"), ({"format_penalty": float("nan")}, "format_penalty"), ({"log": "wandbb"}, "log")],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_named(bad, key):
     with pytest.raises(ValueError, match=key):
