@@ -61,7 +61,8 @@ def private_root(root, folders, hidden, stdin):
     """Make `root` the root: `folders` of the system (read-only), a few devices, and an empty /tmp in memory. Nothing else."""
     bind, private, nosuid, nodev = 0x1000 | 0x4000, 0x40000 | 0x4000, 2, 4
     mount(None, "/", None, private)  # nothing that is mounted from here on is seen outside
-    main = open("main.py").read()
+    with open("main.py", "rb") as file:
+        main = file.read()
     mount("none", root, "tmpfs", nosuid, "size=4m,mode=755")
     for folder in ("/dev", "/tmp", "/proc"):
         os.mkdir(root + folder)
@@ -77,7 +78,7 @@ def private_root(root, folders, hidden, stdin):
     for source, name in [(f"/dev/{d}", d) for d in DEVICES] + [(stdin, "stdin")]:
         open(f"{root}/dev/{name}", "w").close()
         mount(source, f"{root}/dev/{name}", None, bind)
-    with open(root + "/main.py", "w") as file:
+    with open(root + "/main.py", "wb") as file:
         file.write(main)
     read_only, no_setuid = 1, 2
     change(root, read_only | no_setuid, 0, recursive=True)
