@@ -45,8 +45,22 @@ def alive(word: str) -> list[int]:
     return found
 
 
-def children() -> list[str]:
-    return [c for t in os.listdir("/proc/self/task") for c in Path(f"/proc/self/task/{t}/children").read_text().split()]
+def all_children() -> set[str]:
+    return {c for t in os.listdir("/proc/self/task") for c in Path(f"/proc/self/task/{t}/children").read_text().split()}
+
+
+BEFORE = set()
+
+
+@pytest.fixture(autouse=True)
+def count_from_here():
+    """Other tests of the process have children of their own: the judge of mathematics keeps one."""
+    BEFORE.clear()
+    BEFORE.update(all_children())
+
+
+def children() -> set[str]:
+    return all_children() - BEFORE
 
 
 def word() -> str:
