@@ -389,9 +389,12 @@ def test_per_reward_normalisation_sees_what_the_sum_hides():
 
 
 def test_per_reward_normalisation_of_equal_task_rewards_is_the_format_alone():
-    """0.3 each for the task, all but exactly: what rounding leaves is not blown up by a std next to 0."""
-    got, _ = estimate([episode(0.1, 0.2), episode(0.3), episode(0.3, -0.1, parsed=(1,))], scale="per_reward")
-    assert got[0][0] == pytest.approx(got[1][0], abs=1e-6) and got[2][0] < 0 < got[0][0]
+    """2.2 each for the task, all but exactly: what rounding leaves is not blown up by a std next to 0."""
+    several = [episode(2.2), episode(2.2), episode(2.2, -0.1, parsed=(1,))]
+    found = SimpleNamespace(keep=torch.ones(1).bool(), std=torch.ones(1), advantages=torch.zeros(3))
+    rewards, penalties = torch.tensor([e.reward for e in several]), torch.tensor([0.0, 0.0, -0.1])
+    got = group_relative(Config(scale="per_reward"), found, rewards, torch.zeros(3, 1), penalties, torch.zeros(3).long())
+    assert got[:, 0].tolist() == pytest.approx([0.577340, 0.577340, -1.154681], abs=1e-5)  # of the penalties, std 0.057735
 
 
 def test_soft_reweighting_counts_a_group_by_its_spread():
