@@ -270,6 +270,17 @@ def test_e18_nothing_can_be_written_outside(tmp_path):
 
 
 @apart
+def test_what_is_shown_cannot_be_written_even_where_permissions_allow_it(tmp_path, monkeypatch):
+    """A Python in one's own home is one's own to write to."""
+    (tmp_path / "lib.py").write_text("mine")
+    tmp_path.chmod(0o777), (tmp_path / "lib.py").chmod(0o666)
+    monkeypatch.setattr(sandbox, "FOLDERS", (*sandbox.FOLDERS, str(tmp_path)))
+    code = f"print(open('{tmp_path}/lib.py').read())\n" + tries(f"open('{tmp_path}/lib.py', 'w')", f"open('{tmp_path}/new', 'w')")
+    assert cleanly(code) == "mine\nOSError\nOSError\n"  # read-only file system
+    assert [p.name for p in tmp_path.iterdir()] == ["lib.py"] and (tmp_path / "lib.py").read_text() == "mine"
+
+
+@apart
 def test_e18_no_file_of_mine_can_be_read(tmp_path):
     (tmp_path / "secret").write_text("hunter2")
     (tmp_path / "secret").chmod(0o644)
