@@ -62,6 +62,11 @@ def eval_seeds(n: int) -> list[int]:
     return list(EVAL_SEEDS[:n])
 
 
+def held_out(seed) -> bool:
+    """Whether a seed given to `reset` is one that evaluations draw from."""
+    return seed is not None and int(seed) in EVAL_SEEDS
+
+
 def train_seeds(run_seed: int, step: int, n: int) -> list[int]:
     """The n instance seeds of one training step; a function of its arguments only, so a resumed run sees the same."""
     rng = np.random.default_rng([run_seed, step])

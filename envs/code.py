@@ -15,8 +15,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from nanoragen.envs.base import CHARSET, EVAL_SEEDS, TextEnv
+from nanoragen.envs.base import CHARSET, TextEnv, held_out
 from nanoragen.envs.code_data import Task, own_tasks, tasks_from
+from nanoragen.envs.data import read_both
 from nanoragen.envs.sandbox import isolation, run
 
 MAX_LENGTH = 20_000  # characters of a program
@@ -63,17 +64,13 @@ class Code(TextEnv):
             )
         if not (isinstance(level, int) and 0 <= level <= 3):
             raise ValueError(f"level: {level!r} is not possible in code; valid: 1 to 3, 0: all")
-        if eval_data and not data:
-            raise ValueError(f"eval_data: {eval_data} without data; valid: with data=FILE")
         for key, value in (("max_tests", max_tests), ("seconds", seconds), ("memory", memory)):
             if not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"{key}: {value!r}; valid: a number above 0")
         self.limits = {"seconds": seconds, "memory": int(memory) << 20, "processes": PROCESSES}
         self.own = not data
-        if data:
-            self.tasks = tasks_from(data, max_tests)
-            self.eval_tasks = tasks_from(eval_data, max_tests) if eval_data else self.tasks
-        else:
+        self.tasks, self.eval_tasks = read_both(data, eval_data, lambda path: tasks_from(path, max_tests))
+        if self.own:
             tasks = own_tasks()
             self.tasks = [t for n, t in enumerate(tasks) if n % 3 != 2 and level in (0, t.level)]
             self.eval_tasks = [t for n, t in enumerate(tasks) if n % 3 == 2 and level in (0, t.level)]
@@ -81,7 +78,7 @@ class Code(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        tasks = self.eval_tasks if seed is not None and int(seed) in EVAL_SEEDS else self.tasks
+        tasks = self.eval_tasks if held_out(seed) else self.tasks
         self.task = task = tasks[self.np_random.integers(len(tasks))]
         self.shown, self.hidden = task.tests[: task.public], task.tests[task.public :]
         if self.own:  # one more, so that a task is not always the same prompt

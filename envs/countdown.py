@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from nanoragen.envs.base import EVAL_SEEDS, TextEnv
-from nanoragen.envs.data import read_rows
+from nanoragen.envs.base import TextEnv, held_out
+from nanoragen.envs.data import read_both, read_rows
 
 MAX_LENGTH = 120  # characters of an expression
 MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatever stack it is called from
@@ -45,15 +45,12 @@ class Countdown(TextEnv):
             raise ValueError(f"low, high: {low}, {high}; valid: 1 <= low <= high <= 1000")
         if not (isinstance(max_target, int) and max_target >= 1):
             raise ValueError(f"max_target: {max_target!r}; valid: a whole number, 1 or more")
-        if eval_data and not data:
-            raise ValueError(f"eval_data: {eval_data} without data; valid: with data=FILE")
         self.count, self.low, self.high, self.max_target = numbers, low, high, max_target
-        self.rows = read_rows(data, numbers_and_target) if data else []
-        self.eval_rows = read_rows(eval_data, numbers_and_target) if eval_data else self.rows
+        self.rows, self.eval_rows = read_both(data, eval_data, lambda path: read_rows(path, numbers_and_target))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        rows = self.eval_rows if seed is not None and seed in EVAL_SEEDS else self.rows
+        rows = self.eval_rows if held_out(seed) else self.rows
         self.numbers, self.target = rows[self.np_random.integers(len(rows))] if rows else self._draw()
         self.answered, self.right = False, False
         return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}

@@ -4,6 +4,14 @@ import json
 from pathlib import Path
 
 
+def read_both(data, eval_data, load) -> tuple[list, list]:
+    """(for training, for evaluation): what load(path) makes of two files; [] without data, the same without eval_data."""
+    if eval_data and not data:
+        raise ValueError(f"eval_data: {eval_data} without data; valid: with data=FILE")
+    rows = load(data) if data else []
+    return rows, load(eval_data) if eval_data else rows
+
+
 def read_rows(path, read) -> list:
     """`read(row)` of every row of a file, where `read` raises ValueError or KeyError for a row it cannot use.
 

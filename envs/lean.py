@@ -20,8 +20,8 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nanoragen.envs.base import CHARSET, EVAL_SEEDS, TextEnv
-from nanoragen.envs.data import read_rows
+from nanoragen.envs.base import CHARSET, TextEnv, held_out
+from nanoragen.envs.data import read_both, read_rows
 from nanoragen.envs.lean_theorems import NAMES, THEOREMS
 from nanoragen.envs.sandbox import execute, isolation
 
@@ -72,13 +72,10 @@ class Lean(TextEnv):
 
     def __init__(self, command="lean", lean_path="", data="", eval_data="", seconds=30.0):
         super().__init__()
-        if eval_data and not data:
-            raise ValueError(f"eval_data: {eval_data} without data; valid: with data=FILE")
+        self.data, self.eval_data = read_both(data, eval_data, lambda path: read_rows(path, theorem_of))
         if not (isinstance(seconds, int | float) and seconds > 0):
             raise ValueError(f"seconds: {seconds!r}; valid: a number above 0")
         self.prefix, self.lean_path, self.seconds = lean_prefix(command), lean_path, seconds
-        self.data = read_rows(data, theorem_of) if data else []
-        self.eval_data = read_rows(eval_data, theorem_of) if eval_data else self.data
         charset = CHARSET + SIGNS
         self.observation_space = type(self.observation_space)(max_length=20_000, charset=charset)
         self.action_space = type(self.action_space)(max_length=2_000, charset=charset)
@@ -86,7 +83,7 @@ class Lean(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        evaluation = seed is not None and int(seed) in EVAL_SEEDS
+        evaluation = held_out(seed)
         if rows := self.eval_data if evaluation else self.data:
             self.theorem = rows[self.np_random.integers(len(rows))]
         else:

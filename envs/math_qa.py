@@ -11,8 +11,8 @@ Left out: problems with more than one unknown. Answers that are no numbers come 
 import re
 from collections.abc import Iterator
 
-from nanoragen.envs.base import EVAL_SEEDS, TextEnv
-from nanoragen.envs.data import read_rows
+from nanoragen.envs.base import TextEnv, held_out
+from nanoragen.envs.data import read_both, read_rows
 from nanoragen.envs.math_judge import MAX_LENGTH, boxed, installed, number, same, without_unit
 
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jun", "Kim", "Leo", "Mia", "Nils", "Omar", "Pia")
@@ -37,11 +37,8 @@ class MathQA(TextEnv):
         super().__init__()
         if not (isinstance(level, int) and 1 <= level <= 5):
             raise ValueError(f"level: {level!r} is not possible in math_qa; valid: 1 to 5")
-        if eval_data and not data:
-            raise ValueError(f"eval_data: {eval_data} without data; valid: with data=FILE")
         self.level = level
-        self.rows = read_rows(data, question_and_answer) if data else []
-        self.eval_rows = read_rows(eval_data, question_and_answer) if eval_data else self.rows
+        self.rows, self.eval_rows = read_both(data, eval_data, lambda path: read_rows(path, question_and_answer))
         if not installed() and any(number(without_unit(a, "")) is None for _, a in self.rows + self.eval_rows):
             raise ValueError(
                 "math_qa: data with answers that are no numbers needs math-verify; valid: pip install 'nanoragen[envs]'"
@@ -49,7 +46,7 @@ class MathQA(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        rows = self.eval_rows if seed is not None and seed in EVAL_SEEDS else self.rows
+        rows = self.eval_rows if held_out(seed) else self.rows
         if rows:
             self.question, self.answer = rows[self.np_random.integers(len(rows))]
         else:

@@ -16,7 +16,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator
 
-from nanoragen.envs.base import EVAL_SEEDS, TextEnv
+from nanoragen.envs.base import TextEnv, held_out
 from nanoragen.envs.retrieval import parse_action
 from nanoragen.envs.search_corpus import from_files, generated
 
@@ -66,7 +66,7 @@ class SearchQA(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        questions = self.held_out if seed is not None and seed in EVAL_SEEDS else self.questions
+        questions = self.held_out if held_out(seed) else self.questions
         self.question = questions[self.np_random.integers(len(questions))]
         self.shown, self.seen = None, set()  # numbers of passages: on the page (None: no search yet), and ever
         self.answered, self.right = False, False

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from nanoragen.envs.base import EVAL_SEEDS, TextEnv
+from nanoragen.envs.base import TextEnv, held_out
 from nanoragen.envs.retrieval import parse_action
 from nanoragen.envs.webshop_catalogue import Goal, Product, from_files, generated
 
@@ -34,7 +34,7 @@ class WebShop(TextEnv):
     catalogue_seed  another number, another catalogue
     data            WebShop's own data instead: its items_shuffle.json, or the folder it lies in (webshop_catalogue.py)
 
-    Every fifth product is asked for in evaluation only (base.EVAL_SEEDS), so no goal of an evaluation was trained on.
+    Every fifth product is asked for in evaluation only (base.held_out), so no goal of an evaluation was trained on.
     """
 
     max_turns = 8
@@ -59,8 +59,7 @@ class WebShop(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        held_out = seed is not None and seed in EVAL_SEEDS
-        goals = self.catalogue.held_out if held_out else self.catalogue.goals
+        goals = self.catalogue.held_out if held_out(seed) else self.catalogue.goals
         self.goal, self.limit, self.text = _ask(self.np_random, goals, self.catalogue.products)
         self.page, self.results, self.number, self.item, self.chosen = "search", [], 1, -1, {}
         self.earned = 0.0
