@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoragen.model import autocast
+
 
 @dataclass
 class Batch:
@@ -53,3 +55,17 @@ def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int) -> list[torch
         raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
     lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu()
     return list(rows.cpu()[lengths.argsort(descending=True, stable=True)].split(max_rows))
+
+
+@torch.no_grad()
+def on_tokens(batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
+    """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
+
+    rows: long; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: settings with micro_batch and dtype.
+    """
+    table = torch.zeros(batch.ids.shape, device=batch.ids.device)
+    for part in micro_batches(batch, rows, c.micro_batch):
+        with autocast(table.device, c.dtype):
+            found = score(part)
+        table[part] = table[part].masked_scatter(batch.mask[part], found)
+    return table

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from nanoragen.batch import micro_batches
+from nanoragen.batch import micro_batches, on_tokens
 from nanoragen.model import autocast
 
 
@@ -45,15 +45,9 @@ class Critic:
         hidden = self.trunk(input_ids=part.ids, attention_mask=part.attention_mask, use_cache=False).last_hidden_state
         return self.head(hidden[:, :-1][part.mask[:, 1:]]).squeeze(1).float()
 
-    @torch.no_grad()
     def values(self, batch, rows, c) -> torch.Tensor:
         """The values of some episodes, 0 elsewhere. [B, T]"""
-        table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-        for part in micro_batches(batch, rows, c.micro_batch):
-            with autocast(table.device, c.dtype):
-                value = self.score(batch, part)
-            table[part] = table[part].masked_scatter(batch.mask[part], value)
-        return table
+        return on_tokens(batch, rows, c, lambda part: self.score(batch, part))
 
     def update(self, batch, rows, returns, old, c, rng, progress=lambda text: None) -> dict:
         """c.epochs passes of c.minibatches updates. returns, old [B, T]: targets, and the values from before; rows [kept] long.

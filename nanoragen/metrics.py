@@ -13,6 +13,7 @@ import math
 import warnings
 from pathlib import Path
 
+FILES = ("metrics.jsonl", "rollouts.jsonl", "cross.jsonl", "errors.jsonl")  # a run's records, a line each a step or more
 TRACKERS = ("wandb", "tensorboard", "trackio")
 Z95 = 1.959963984540054  # two-sided 95% quantile of the normal distribution
 
@@ -103,13 +104,13 @@ def rewind(folder, step: int) -> list[dict]:
     Returns the lines of metrics.jsonl that stay.
     """
     history = []
-    for name in ("metrics.jsonl", "rollouts.jsonl", "cross.jsonl", "errors.jsonl"):
+    for name in FILES:
         path, position, end = Path(folder) / name, 0, 0
         if not path.is_file():
             continue
         with open(path, "rb+") as file:
             for text in file:
-                line, position = _record(text), position + len(text)
+                line, position = whole_record(text), position + len(text)
                 if line is not None:
                     if line["step"] > step:
                         break
@@ -119,7 +120,7 @@ def rewind(folder, step: int) -> list[dict]:
     return history
 
 
-def _record(text: bytes) -> dict | None:
+def whole_record(text: bytes) -> dict | None:
     """A whole line of one of our logs as a dict; None for a torn or damaged one."""
     try:
         line = json.loads(text)

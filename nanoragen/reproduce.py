@@ -74,8 +74,8 @@ def grid(quick: bool) -> dict[str, dict]:
 def read(folder) -> list[dict]:
     """The whole lines of a run's metrics.jsonl; a run that is being written may end in half a line."""
     path = Path(folder) / "metrics.jsonl"
-    text = path.read_text() if path.is_file() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [found for found in map(metrics.whole_record, lines) if found]
 
 
 def finished(lines, settings) -> bool:
@@ -98,7 +98,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
 
         if newest(folder):
             return ["--resume", str(folder)]
-        for name in ("metrics.jsonl", "rollouts.jsonl", "errors.jsonl"):  # of a run that never saved
+        for name in metrics.FILES:  # of a run that never saved
             (folder / name).unlink(missing_ok=True)
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))] + ["--out", str(folder)]
 

@@ -3,19 +3,15 @@
 import json
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import train
+from helpers import moments, timeless
 from safetensors.torch import load_file
 
 from nanoragen import metrics
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train  # noqa: E402
-
-CLOCK = ("time/", "step_time", "tokens_per_second")  # all that may differ
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
          "--final_episodes", "4", "--save_every", "1", "--keep", "9", "--eval_every", "2"]  # fmt: skip
 SETTINGS = {
@@ -43,16 +39,6 @@ def killed_after(step, monkeypatch):
     monkeypatch.setattr(metrics.Log, "step", fatal)
 
 
-def lines(run):
-    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in found]
-
-
-def moments(folder):
-    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
-    return {f"{i} {k}": v for i, part in state.items() for k, v in part.items()}
-
-
 @pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS.keys())
 def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -62,7 +48,7 @@ def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkey
         train.main([*SMALL, *more, "--out", str(cut)])
     torch.manual_seed(99)  # a new process has other random states
     train.main(["--resume", str(cut)])
-    assert lines(cut) == lines(whole) and [line["step"] for line in lines(cut)] == [1, 2, 3, 4]
+    assert timeless(cut) == timeless(whole) and [line["step"] for line in timeless(cut)] == [1, 2, 3, 4]
     assert (cut / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
     assert (cut / "config.json").read_text().replace("cut", "whole") == (whole / "config.json").read_text()
     a, b = (run / "step_000004" for run in (cut, whole))
@@ -89,21 +75,21 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number, tmp_path, mo
         patch.setattr(metrics, "rollout_metrics", signalled)
         train.main([*SMALL, "--save_every", "0", "--out", str(cut)])
     assert stop.value.code == 130 and f"--resume {cut}" in capsys.readouterr().out
-    assert [line["step"] for line in lines(cut)] == [1, 2] and (cut / "step_000002/complete.json").is_file()
+    assert [line["step"] for line in timeless(cut)] == [1, 2] and (cut / "step_000002/complete.json").is_file()
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)  # the handler is gone again
     train.main(["--resume", str(cut)])
-    assert lines(cut) == lines(whole)
+    assert timeless(cut) == timeless(whole)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_with_a_line_that_says_so(tmp_path):
     run = tmp_path / "run"
     train.main([*SMALL, "--steps", "3", "--out", str(run)])
-    whole = lines(run)
+    whole = timeless(run)
     weights = run / "step_000003/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="step_000003 is not complete"):
         train.main(["--resume", str(run)])
-    assert lines(run) == whole
+    assert timeless(run) == whole
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+from backends import Recorder
+
 from nanoragen.kernels import advantage, cross, linear, logprob, policy
 from nanoragen.kernels.bench import TARGETS, compile_table
 from nanoragen.kernels.dispatch import interpreted, triton
@@ -29,25 +31,6 @@ def test_nothing_spills(table):
 def test_full_tiles_load_128_bits(table):
     wide = [r["load_bits"] for r in table if r["kernel"].startswith(("logprob", "policy")) and r["target"].startswith("sm_")]
     assert wide and set(wide) == {128}
-
-
-class Recorder:
-    """In the place of a kernel: notes what Triton would compile for each launch, by its own rules, and runs nothing."""
-
-    def __init__(self, kernel):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import make_backend
-        from triton.runtime.jit import create_function_from_signature
-
-        self.bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
-        self.versions = set()
-
-    def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            _, specialization, options = self.bind(*args, **kwargs)
-            self.versions.add(repr((specialization, options)))
-
-        return launch
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from backends import BACKENDS, DEVICE
+from backends import BACKENDS, DEVICE, Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -479,23 +479,9 @@ for a, b in zip(*results):
 @pytest.mark.skipif(triton is None or interpreted(), reason="needs Triton's compiler")
 def test_a_new_number_of_tokens_compiles_nothing(monkeypatch):
     """What Triton would compile for each launch, by its own rules; nothing is run."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    versions = {}
-
-    class Recorder:
-        def __init__(self, name):
-            kernel, versions[name] = getattr(linear, name), set()
-            self.bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
-            self.found = versions[name]
-
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: self.found.add(repr(self.bind(*args, **kwargs)[1:]))
-
-    for name in ("_walk", "_merge_spans", "_d_logits"):
-        monkeypatch.setattr(linear, name, Recorder(name))
+    recorders = {name: Recorder(getattr(linear, name)) for name in ("_walk", "_merge_spans", "_d_logits")}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(linear, name, recorder)
     monkeypatch.setattr(linear, "use_triton", lambda backend, tensor: True)
     weight, bias = torch.zeros(1100, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1100, requires_grad=True)
     for P in (1, 2, 15, 16, 17, 129, 300):
@@ -504,7 +490,7 @@ def test_a_new_number_of_tokens_compiles_nothing(monkeypatch):
             hidden, weight, torch.zeros(P, dtype=torch.long), bias=bias, temperature=1 + P, workspace=90_000 * P
         )
         sum(v.sum() for v in values).backward()
-    assert {name: len(found) for name, found in versions.items()} == dict.fromkeys(versions, 1)
+    assert {name: len(recorder.versions) for name, recorder in recorders.items()} == dict.fromkeys(recorders, 1)
 
 
 @pytest.mark.parametrize("backend", SLOW)

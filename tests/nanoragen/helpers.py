@@ -3,6 +3,8 @@
 All of it is made in memory: no download, no file.
 """
 
+import json
+
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -140,3 +142,15 @@ class Ladder(TextEnv):
 
     def _text(self):
         return f"rung {self.at} of {self.height}, seed {self.np_random_seed}" + "." * self.growth * len(self.acted)
+
+
+def timeless(run):
+    """The lines of a run's metrics.jsonl without all that a clock says."""
+    found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "step_time", "tokens_per_second"))} for line in found]
+
+
+def moments(folder):
+    """The optimiser's tensors in a checkpoint, by parameter and name."""
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    return {f"{i} {k}": v for i, part in state.items() for k, v in part.items()}

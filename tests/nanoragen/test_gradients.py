@@ -1,26 +1,20 @@
 """Gradient norms by reward variance: against autograd on each bucket's own loss in float64, and without a trace in the run."""
 
 import itertools
-import json
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import byte_tokenizer, tiny_model
+import train
+from helpers import byte_tokenizer, moments, timeless, tiny_model
 from safetensors.torch import load_file
 
 from nanoragen.batch import make_batch
 from nanoragen.gradients import add, buckets, gradients, measure, norm, signal_to_noise
 from nanoragen.rollout import Episode, Turn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-import train  # noqa: E402
-
 GROUPS, SIZE, TEMPERATURE = 7, 4, 0.7
-CLOCK = ("time/", "step_time", "tokens_per_second")
 
 
 def uneven_episodes():
@@ -187,16 +181,15 @@ def test_a_run_that_measures_is_the_run_that_does_not(tmp_path):
     lines = {}
     for every in ("0", "1"):
         train.main([*small, "--grad_every", every, "--out", str(tmp_path / every)])
-        text = (tmp_path / every / "metrics.jsonl").read_text()
-        lines[every] = [{k: v for k, v in json.loads(x).items() if not k.startswith(CLOCK)} for x in text.splitlines()]
+        lines[every] = timeless(tmp_path / every)
     for line, measured in zip(lines["0"], lines["1"]):
         assert {f"grad_norm/{n}/{p}" for n in range(4) for p in ("task", "entropy", "kl", "snr")} <= measured.keys()
         assert line == {k: v for k, v in measured.items() if not k.startswith("grad_norm/")} and line["grad_norm"] >= 0
     assert [lines["1"][0][f"grad_norm/{n}/kl"] for n in range(4)] == [0] * 4 and lines["1"][1]["grad_norm/0/kl"] > 0
     a, b = (tmp_path / every / "step_000002" for every in ("0", "1"))
     assert (a.parent / "rollouts.jsonl").read_bytes() == (b.parent / "rollouts.jsonl").read_bytes()
-    moments = [torch.load(run / "optimizer.pt", weights_only=True)["state"] for run in (a, b)]
-    assert all(torch.equal(x[k], y[k]) for x, y in zip(moments[0].values(), moments[1].values()) for k in x)
+    x, y = moments(a), moments(b)
+    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
     weights = [load_file(run / "model.safetensors") for run in (a, b)]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
 
