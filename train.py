@@ -170,17 +170,9 @@ def score(model, batch, rows, temperature):
 
 def score_all(model, batch, rows, c: Config):
     """log pi of every sampled token of some episodes, without gradient, 0 elsewhere. [B, T]"""
-    import torch
+    from nanoragen.batch import on_tokens
 
-    from nanoragen.batch import micro_batches
-    from nanoragen.model import autocast
-
-    table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-    for part in micro_batches(batch, rows, c.micro_batch):
-        with torch.no_grad(), autocast(table.device, c.dtype):
-            logprob, _, _ = score(model, batch, part, c.temperature)
-        table[part] = table[part].masked_scatter(batch.mask[part], logprob)
-    return table
+    return on_tokens(batch, rows, c, lambda part: score(model, batch, part, c.temperature)[0])
 
 
 def kl_estimate(logprob, ref_logprob, kind: str):
@@ -385,7 +377,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
         log.errors(step, episodes)
         played, failed = faults.split(episodes)
         if len(failed) > c.max_faults * len(seeds):
-            if step > done + 1:
+            if step > 1 and (saved is None or saved.name != checkpoint.folder_name(step - 1)):
                 keep_step(step - 1)  # what was learned so far
             raise faults.TooManyFaults(failed, len(seeds), c.max_faults)
         episodes, group = [episodes[i] for i in played], [groups[i] for i in played]
@@ -530,14 +522,11 @@ def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
     if saved is None:
         raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
     c = cli.parse(Config, ["--config", str(out / "config.json"), *argv], "train.py", "")
-    recorded = json.loads((out / "config.json").read_text())
-    for key in ("algo", "baseline"):  # what there is to restore depends on them
-        if getattr(c, key) != recorded.get(key, getattr(c, key)):
-            raise ValueError(f"{key}: {getattr(c, key)} with --resume {out}; valid: {recorded[key]}, as the run began")
-    before = cli.parse(Config, ["--config", str(out / "config.json")], "train.py", "")
-    for key in ("env", "env_options", "model", "algo", "baseline"):
-        if getattr(c, key) != getattr(before, key):
-            raise ValueError(f"{key}: {getattr(c, key)} with --resume of a run of {getattr(before, key)}; valid: a run of its own")
+    began = cli.parse(Config, ["--config", str(out / "config.json")], "train.py", "")
+    for key in ("env", "env_options", "model", "algo", "baseline"):  # what there is to restore, and to compare with, depends on them
+        own, asked = getattr(began, key), getattr(c, key)
+        if asked != own:
+            raise ValueError(f"{key}: {asked} with --resume of a run of {own}; valid: {own}, or a run of its own")
     done = int(saved.name.split("_")[1])
     if done >= c.steps:
         raise ValueError(f"resume: {out} has done {done} steps already; valid: --steps above {done}")

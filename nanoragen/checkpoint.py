@@ -31,7 +31,7 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     import torch
 
     run_dir = Path(run_dir)
-    folder = run_dir / f"step_{step:06d}"
+    folder = run_dir / folder_name(step)
     temporary = run_dir / f"{folder.name}.tmp"
     for left in run_dir.glob("step_*.tmp"):  # of an earlier process, killed while it saved
         shutil.rmtree(left)
@@ -62,6 +62,11 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
         (old / MARKER).unlink()  # first, so that a kill in mid-deletion leaves nothing that looks whole
         shutil.rmtree(old)
     return folder
+
+
+def folder_name(step: int) -> str:
+    """Of the folder of a step, within the run's."""
+    return f"step_{step:06d}"
 
 
 def newest(run_dir) -> Path | None:

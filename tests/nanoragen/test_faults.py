@@ -2,19 +2,17 @@
 
 import json
 import math
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import torch
+import train
 from helpers import Ladder, byte_tokenizer, play, script, tiny_model
 
+from nanoragen.checkpoint import is_complete, load_state
 from nanoragen.envs import registry
 from nanoragen.faults import TooManyFaults, time_limit
 from nanoragen.rollout import Sampling, rollout
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-import train  # noqa: E402
 
 
 def hang():
@@ -94,8 +92,8 @@ SMALL = ["--steps", "3", "--groups", "4", "--group_size", "2", "--max_turns", "2
          "--final_episodes", "4", "--env", "frozen_lake"]  # fmt: skip
 
 
-def faulty_training(monkeypatch, chance, out, *more):
-    """Train in frozen lakes whose step fails for that share of training seeds."""
+def faulty_training(monkeypatch, chance, out, *more, after=0):
+    """Train in frozen lakes whose step fails for that share of training seeds, once so many steps are logged."""
     make = registry.make
 
     def fragile(name, **options):
@@ -103,7 +101,9 @@ def faulty_training(monkeypatch, chance, out, *more):
         step = env.step
 
         def fail(action):
-            if env.np_random_seed >= 1_000_000 and env.np_random_seed % 100 < 100 * chance:  # training seeds
+            log = out / "metrics.jsonl"
+            logged = log.read_text().count("\n") if log.is_file() else 0
+            if logged >= after and env.np_random_seed >= 1_000_000 and env.np_random_seed % 100 < 100 * chance:  # training seeds
                 raise RuntimeError("the ice broke")
             return step(action)
 
@@ -124,7 +124,19 @@ def test_training_goes_on_without_the_lost_episodes(tmp_path, monkeypatch):
     assert all("the ice broke" in e["error"] and e["env"] == "frozen_lake" and e["seed"] % 100 < 50 for e in errors)
 
 
-def test_too_many_faults_end_the_run_in_one_line_and_what_was_learned_is_kept(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("save_every", ["0", "1"])
+def test_too_many_faults_keep_what_was_learned_and_a_checkpoint_as_it_is(save_every, tmp_path, monkeypatch):
+    """--save_every 0: the step before is saved. 1: it is there, and stays what the uninterrupted run has, random states too."""
+    with pytest.raises(SystemExit):
+        faulty_training(monkeypatch, 1.0, tmp_path / "cut", "--save_every", save_every, after=1)
+    assert is_complete(tmp_path / "cut/step_000001") and not (tmp_path / "cut/step_000002").exists()
+    monkeypatch.undo()
+    train.main([*SMALL, "--save_every", "1", "--keep", "9", "--out", str(tmp_path / "whole")])
+    cut, whole = (load_state(tmp_path / run / "step_000001")["random"]["torch"] for run in ("cut", "whole"))
+    assert torch.equal(cut, whole) == (save_every == "1")
+
+
+def test_too_many_faults_end_the_run_in_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         faulty_training(monkeypatch, 1.0, tmp_path)
     message = capsys.readouterr().err.strip().splitlines()[-1]
