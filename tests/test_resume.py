@@ -1,6 +1,5 @@
 """Exact resume: a run that was killed and resumed is, number for number, the run that was not. And nothing is lost in between."""
 
-import json
 import os
 import signal
 
