@@ -283,13 +283,16 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
 
 def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
     """`train`, with Ctrl-C and SIGTERM answered at the end of a step: it is saved, and the run can be resumed."""
+    from tqdm import tqdm
+
     from nanoragen.stop import Stop
 
-    with Stop() as stop:
-        return train(c, model, tokenizer, out, saved, stop)
+    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+    with Stop() as stop, bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+        return train(c, model, tokenizer, out, saved, stop, bar)
 
 
-def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
+def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar):
     """Train a loaded model; files go to the folder `out`. Returns the last line of the log as a dict.
 
     saved: the checkpoint that the model comes from, to go on exactly where it stood. On a CPU every number of the run is
@@ -297,7 +300,6 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     """
     import numpy as np
     import torch
-    from tqdm import tqdm
 
     from nanoragen import advantages, checkpoint, collapse, faults, gradients, metrics, report
     from nanoragen import model as models
@@ -336,7 +338,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop):
     log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
     cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
-    bar = tqdm(total=c.steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.1)
+    bar.initial = bar.n = done
     say, phase = bar.write, lambda text: bar.set_description_str(text)
     say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
 

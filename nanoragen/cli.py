@@ -70,7 +70,7 @@ def nearest(name: str, config_class) -> str | None:
         of_help = max((_alike(" ".join(words), w) for w in windows), default=0.0)
         shortened = 0.9 if f.name.startswith("_".join(words)) else 0.0
         scores[f.name] = max(_alike("_".join(words), f.name), shortened, 0.9 * of_help if of_help > 0.8 else 0.0)
-    best = max(scores, key=scores.get, default=None)
+    best = max(scores, key=lambda name: (scores[name], -len(name)), default=None)  # of lr and critic_lr, lr
     return best if best is not None and scores[best] >= 0.5 else None
 
 

@@ -114,7 +114,8 @@ def test_kernels_and_twins_train_alike(tmp_path):
 
 @pytest.mark.parametrize(
     "args, words",
-    [(["--env", "sokobam"], ["sokobam", "sokoban"]), (["--grops", "4"], ["grops", "groups"]), (["--groups", "0"], ["groups", "1 or more"]),
+    [(["--env", "sokobam"], ["sokobam", "sokoban"]), (["--grops", "4"], ["grops", "groups"]), (["--lerning_rate", "1"], ["did you mean --lr?"]),
+     (["--groups", "0"], ["groups", "1 or more"]),
      (["--group_size", "1"], ["group_size", "2 or more"]), (["--model", "./missing"], ["model", "missing"]),
      (["--out", "/proc/nowhere/run"], ["out", "cannot be written"]), (["--lr", "fast"], ["lr", "number"])],
 )  # fmt: skip
