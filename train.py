@@ -156,15 +156,12 @@ def score(model, batch, rows, temperature):
 
     Returns (logprob [P], entropy [P], row [P]): fp32, in reading order; row = which of `rows` a token belongs to.
     """
-    from nanoragen.kernels.logprob import logprob_entropy
-    from nanoragen.model import sampled_logits
+    from nanoragen.model import sampled_scores
 
     part = batch.select(rows)  # [b, T]
     sampled = part.mask[:, 1:]  # the logits at position t score token t + 1
-    # No attention mask: padding is on the right, so a causal model's tokens never see it, and plain causal attention is
-    # nearly twice as fast on a CPU.
-    logits = sampled_logits(model, part.ids, part.attention_mask, sampled)  # [P, V]: the head runs on sampled tokens only
-    logprob, entropy = logprob_entropy(logits, part.ids[:, 1:][sampled], temperature=temperature)
+    # the head runs on sampled tokens only, and the logits are never held: kernels/linear.py
+    logprob, entropy = sampled_scores(model, part.ids, part.attention_mask, sampled, temperature)
     return logprob, entropy, sampled.nonzero()[:, 0]
 
 

@@ -17,9 +17,11 @@ import copy
 import importlib.util
 from contextlib import nullcontext
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 NANO = Path(__file__).resolve().parent / "assets" / "nano"
 VALID = "valid: nano, a folder or .gguf file, a hub id"
+_HEAD_IS_ALL = WeakKeyDictionary()  # model -> what head_is_all found
 
 
 def locate(name: str) -> tuple[str, dict]:
@@ -144,19 +146,56 @@ def autocast(device, dtype="auto"):
     return torch.autocast(kind, dtype=torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
-def sampled_logits(model, ids, attention_mask, sampled):
-    """The logits that score some tokens, [P, V]: the head runs on those positions only.
+def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=True):
+    """log p(token | its context) and the entropy there, of some tokens: (logprob [P], entropy [P]), fp32, differentiable.
 
-    ids, attention_mask [B, T], padded on the right; sampled [B, T-1] bool: whether token t + 1 is wanted. Row p of the result
-    belongs to the p-th True of `sampled`, in reading order. Differentiable. [B, T, V] is never held: the hidden states are
-    picked on their way into the head, so whatever a model does to its logits afterwards (scaling, soft caps) is kept.
+    ids, attention_mask [B, T], padded on the right; sampled [B, T-1] bool: whether token t + 1 is wanted. Entry p of the results
+    belongs to the p-th True of `sampled`, in reading order. The hidden states are picked on their way into the head, so [B, T, V]
+    is never held. Nor is [P, V], where the logits are hidden x head and nothing else: fused=False is the plain twin, and what
+    models get that scale or cap their logits, or whose head is adapted.
     """
+    import torch
 
-    def pick(head, args):
-        return (args[0][:, :-1][sampled][None],)  # [B, T, D] -> [1, P, D]
+    from nanoragen.kernels.linear import linear_logprob_entropy
+    from nanoragen.kernels.logprob import logprob_entropy
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(pick)
+    fused = fused and head_is_all(model)
+    targets, logits, hidden = ids[:, 1:][sampled], *_through_head(
+        model, lambda x: x[:, :-1][sampled][None], run_head=not fused, input_ids=ids, attention_mask=attention_mask
+    )
+    if not fused:
+        return logprob_entropy(logits[0], targets, temperature=temperature)
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))  # as the head itself would have
+    head = model.get_output_embeddings()
+    return linear_logprob_entropy(hidden[0], head.weight, targets, bias=head.bias, temperature=temperature)
+
+
+def _through_head(model, pick, run_head=True, **inputs):
+    """(logits, hidden): a forward pass in which the head sees pick(hidden) in place of hidden; or nothing, if not run_head."""
+    picked = []
+
+    def before(head, args):
+        picked.append(pick(args[0]))
+        return (picked[0] if run_head else picked[0][:, :0],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(before)
     try:
-        return model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits[0]
+        return model(**inputs, use_cache=False).logits, picked[0]
     finally:
         hook.remove()
+
+
+def head_is_all(model) -> bool:
+    """Whether logits = hidden @ weight.T + bias, with nothing before or after: each model is asked once, on a few tokens."""
+    import torch
+
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:  # an adapter's, a quantised one
+        return False
+    if model not in _HEAD_IS_ALL:
+        ids = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
+        with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
+            logits, hidden = _through_head(model, lambda x: x, input_ids=ids)
+            _HEAD_IS_ALL[model] = torch.allclose(logits.float(), head(hidden).float(), rtol=1e-5, atol=1e-6, equal_nan=True)
+    return _HEAD_IS_ALL[model]

@@ -147,13 +147,18 @@ def test_dropped_groups_dilute_nothing(tiny, beta):
 
 def test_observation_positions_get_no_gradient(tiny):
     model, _ = tiny
-    found = episodes(2)
-    batch = make_batch(found, 0)
-    seen = {}
-    hook = model.get_output_embeddings().register_forward_hook(lambda m, args, out: seen.update(rows=out.shape[1]))
-    score(model, batch, torch.arange(2), 1.0)
+    batch, seen = make_batch(episodes(2), 0), []
+
+    def keep(module, args, out):
+        out.last_hidden_state.retain_grad()
+        seen.append(out.last_hidden_state)
+
+    hook = model.base_model.register_forward_hook(keep)
+    logprob, entropy, _ = score(model, batch, torch.arange(2), 1.0)
     hook.remove()
-    assert seen["rows"] == sum(e.num_tokens for e in found)  # the head never saw the others
+    (logprob.sum() + entropy.sum()).backward()
+    reached = seen[0].grad.abs().sum(-1) > 0  # [B, T]: whose logits are in the loss
+    assert torch.equal(reached[:, :-1], batch.mask[:, 1:]) and not reached[:, -1].any()
 
 
 def updated(model, optimizer, scheduler, batch, advantage, c):

@@ -1,5 +1,6 @@
 """Loading by name, folder and GGUF file; the reference; the precision; the head on picked positions only."""
 
+import math
 import subprocess
 import sys
 
@@ -163,8 +164,9 @@ def soft_capped():
     ).eval()  # fmt: skip
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "gemma2"])
-def test_sampled_logits_are_the_full_ones_picked(kind):
+def test_sampled_scores_are_those_of_the_full_logits(kind, fused):
     model = soft_capped() if kind == "gemma2" else tiny_model(byte_tokenizer(), kind)
     torch.manual_seed(0)
     ids = torch.randint(5, 60, (3, 9))
@@ -172,13 +174,56 @@ def test_sampled_logits_are_the_full_ones_picked(kind):
     attention[1, 6:] = 0
     sampled = torch.rand(3, 8) < 0.5
     sampled[1, 5:] = False
-    full = model(input_ids=ids, attention_mask=attention).logits[:, :-1][sampled]
-    found = models.sampled_logits(model, ids, attention, sampled)
-    assert found.shape == (int(sampled.sum()), full.shape[-1])
-    torch.testing.assert_close(found, full, atol=1e-5, rtol=1e-5)
-    weight = torch.randn_like(full)
-    expected = torch.autograd.grad((full * weight).sum(), list(model.parameters()), allow_unused=True)
-    gradient = torch.autograd.grad((found * weight).sum(), list(model.parameters()), allow_unused=True)
-    for e, g in zip(expected, gradient):
+    logp = (model(input_ids=ids, attention_mask=attention).logits[:, :-1][sampled] / 0.7).log_softmax(-1)
+    full = logp.gather(1, ids[:, 1:][sampled][:, None])[:, 0], -(logp.exp() * logp).sum(1)
+    found = models.sampled_scores(model, ids, attention, sampled, 0.7, fused)
+    weight = torch.randn(2, int(sampled.sum()))
+    for f, e in zip(found, full):
+        torch.testing.assert_close(f, e, atol=1e-5, rtol=1e-5)
+    gradients = [
+        torch.autograd.grad((weight[0] * a).sum() + (weight[1] * b).sum(), list(model.parameters()), allow_unused=True)
+        for a, b in (full, found)
+    ]
+    for e, g in zip(*gradients):
         torch.testing.assert_close(g, e, atol=1e-4, rtol=1e-3)
-    torch.testing.assert_close(model(input_ids=ids).logits.shape, (3, 9, full.shape[-1]))  # the hook is gone
+    torch.testing.assert_close(model(input_ids=ids).logits.shape[:2], (3, 9))  # the hook is gone
+
+
+def test_fused_scores_never_hold_the_logits():
+    model, shapes = tiny_model(byte_tokenizer()), []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
+    ids, sampled = torch.randint(5, 60, (2, 9)), torch.ones(2, 8, dtype=torch.bool)
+    models.head_is_all(model)  # asked on a few tokens, once
+    shapes.clear()
+    models.sampled_scores(model, ids, torch.ones_like(ids), sampled)
+    assert all(math.prod(shape) == 0 for shape in shapes) and shapes
+
+
+def test_head_is_all_sees_what_a_model_does_around_its_head():
+    class Adapted(torch.nn.Linear):  # as an adapter's: a Linear, and more
+        def forward(self, x):
+            return super().forward(x) + 1.0
+
+    plain, adapted = tiny_model(byte_tokenizer()), tiny_model(byte_tokenizer())
+    adapted.lm_head.__class__ = Adapted
+    scaled = tiny_model(byte_tokenizer())
+    forward = scaled.forward
+
+    def doubled(*args, **more):
+        out = forward(*args, **more)
+        out.logits = out.logits * 2
+        return out
+
+    scaled.forward = doubled
+    assert models.head_is_all(plain) and not any(map(models.head_is_all, (adapted, scaled, soft_capped())))
+
+
+def test_scores_under_autocast_are_those_of_bfloat16_states():
+    model = tiny_model(byte_tokenizer())
+    torch.manual_seed(0)
+    ids, sampled = torch.randint(5, 60, (2, 9)), torch.ones(2, 8, dtype=torch.bool)
+    exact = models.sampled_scores(model, ids, torch.ones_like(ids), sampled)
+    with models.autocast("cpu", "bfloat16"):
+        found = models.sampled_scores(model, ids, torch.ones_like(ids), sampled)
+    for f, e in zip(found, exact):
+        assert f.dtype == torch.float32 and 0 < (f - e).abs().max() < 0.2  # log-probs of about -8, in 8 bits
