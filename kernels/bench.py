@@ -17,8 +17,6 @@ import importlib
 import os
 import re
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,13 +25,12 @@ from pathlib import Path
 
 import torch
 
+from nanoragen.kernels import compiled
 from nanoragen.kernels.advantage import group_advantages
 from nanoragen.kernels.cross import cross_logprob_matrix, cross_statistics
 from nanoragen.kernels.linear import linear_logprob_entropy
 from nanoragen.kernels.logprob import logprob_entropy
 from nanoragen.kernels.policy import policy_loss
-
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 # -- one measurement ---------------------------------------------------------------------------------------------------
@@ -95,7 +92,7 @@ def extra_memory(prepare, device) -> int | None:
 def run(case: Case, device, runs, rates) -> list[dict]:
     """A row of results for each way. A way that fails (not enough memory, no compiler) is left out, with a line."""
     torch.compiler.reset()
-    ways, runs = dict(case.ways), 3 if device == "cpu" and case.flops > 1e11 else runs  # those take seconds
+    ways, runs = dict(case.ways), 3 if device == "cpu" and (case.flops > 1e11 or case.bytes > 1e9) else runs  # those take seconds
     for name in [name for name in ways if name != "ours"]:
         try:
             ways[name]()()
@@ -212,8 +209,8 @@ def cases(device, quick):
     others = {"torch": plain, "torch.compile": torch.compile(plain)} | peers(device)
     step_ways = {"torch": plain_policy, "torch.compile": torch.compile(plain_policy)}
     inplace = lambda x, y: logprob_entropy(x, y, inplace=True)  # noqa: E731
-    big = [(8192, 151_936), (65_536, 49_152), (1024, 262_144)]
-    for T, V in (big if cuda else [(256, 49_152), (128, 151_936), (64, 262_144)])[: 1 if quick else None]:
+    big = [(8192, 151_936), (65_536, 49_152), (1024, 262_144), (8192, 50_257)]  # the last: rows off 16 bytes
+    for T, V in (big if cuda else [(256, 49_152), (2048, 151_936), (64, 262_144)])[: 1 if quick else None]:
         logits, targets = peaked_logits(T, V, device, dtype), torch.randint(V, (T,), device=device)
         size, few = logits.numel() * logits.element_size(), (logits[:32], targets[:32])
         exact, ours = plain(few[0].double(), few[1]), logprob_entropy(*few)
@@ -358,84 +355,6 @@ def bench(quick: bool, out: Path | None):
         print(f"\n{out / 'bench.csv'}\n{out / 'bench.md'}\n{out / 'bench.svg'}")
 
 
-# -- compiler ----------------------------------------------------------------------------------------------------------
-
-
-def compile_table() -> list[dict]:
-    """Every kernel compiled ahead of time for every target: registers, spills, widest global load. None = not said."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from nanoragen.kernels import advantage, cross, linear, logprob, policy
-
-    i, l, f, p = "i32", "i64", "fp32", "*fp32"
-    row = {"ALIGNED": True, "TILE": 4096}
-    chosen = dict(VALUE=0.9, SELECTION_EPS=0.0, EPS=1e-6, SCALE=True, DDOF=1, RULE="top_p", SOFTMAX=False, VARIANCE=False,
-                  ZERO=False, BLOCK_G=advantage.BLOCK_G, BLOCK_B=advantage.BLOCK_B)  # fmt: skip
-    cases = [  # name, kernel, argument types, constants, arguments divisible by 16, warps
-        ("logprob forward", logprob._forward, ["*bf16", "*i64", p, p, p, p, i, l, l, i, i, f], row, (0,), 8),
-        *(("logprob backward" + ", in place" * inplace, logprob._backward,
-           ["*bf16", "*i64", p, p, p, p, p, "*bf16", i, l, l, i, i, f, f],
-           {"ALIGNED": True, "ALIGNED_OUT": True, "TILE": 4096, "INPLACE": inplace}, (0, 7), 8) for inplace in (False, True)),
-        ("policy forward", policy._forward, ["*bf16", "*i64"] + 12 * [p] + [i, l, l, i, i] + 5 * [f],
-         {"KIND": "k3", **row}, (0,), 8),
-        *((f"linear, tokens{of}", linear._walk, ["*bf16", "*bf16", "*bf16", "*i64", p, i, i, i, l, l, f],
-           {"BIAS": bias, "ENTROPY": entropy, "SPAN": linear.SPAN, "EVEN": True, **linear.BLOCKS16}, (0, 1, 2, 4, 7, 8, 9), 8)
-          for of, bias, entropy in (("", False, True), (" and bias", True, True), (" (cross)", False, False))),
-        ("linear, spans", linear._merge_spans, [p, "*i64", p, p, p, p, i, i, i, f], {"BLOCK": 128}, (0,), 4),
-        ("linear, d logits", linear._d_logits,
-         ["*bf16", "*bf16", "*bf16", "*i64", p, p, p, p, p, "*bf16", i, i, i, l, l, i, i, f],
-         {"BIAS": False, "EVEN": True, **linear.BLOCKS16}, (0, 1, 2, 9, 12, 13, 14, 15), 8),
-        ("cross, segments", cross._segment_sum, [p, "*i32", p], {"BLOCK": 128}, (0, 1, 2), 1),
-        ("cross, statistics", cross._row_statistics, [p, "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i32", i],
-         {"TIE": cross.TIE, "BLOCK": 128}, (0, 1, 2), 1),
-        ("advantage", advantage._group_advantages, [p, "*i64", p, "*i1", p, p, p, "*fp64", i, i, i], chosen, (2, 7), 8),
-    ]  # fmt: skip
-    rows = []
-    for name, kernel, types, constants, aligned, warps in cases:
-        signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants)))
-        source = ASTSource(kernel, signature, constexprs=constants, attrs={(n,): [["tt.divisibility", 16]] for n in aligned})
-        for target in TARGETS:
-            where = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-            built = compile(source, target=where, options={"num_warps": warps})
-            rows.append({"kernel": name, "target": target, **(_nvidia(built) if "ptx" in built.asm else _amd(built))})
-    return rows
-
-
-def _nvidia(built) -> dict:
-    import triton
-
-    widest = max(
-        (int(v or 1) * int(b) for v, b in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])),
-        default=0,
-    )
-    arch = re.search(r"\.target (\w+)", built.asm["ptx"])[1]
-    found = {"registers": None, "spills": None, "load_bits": widest}
-    for ptxas in sorted((Path(triton.__file__).parent / "backends" / "nvidia" / "bin").glob("ptxas*"), reverse=True):
-        with tempfile.TemporaryDirectory() as folder:  # the newer assembler first: the older may not know the PTX version
-            source = Path(folder) / "kernel.ptx"
-            source.write_text(built.asm["ptx"])
-            done = subprocess.run(
-                [ptxas, "-v", f"-arch={arch}", source, "-o", Path(folder) / "out"], capture_output=True, text=True
-            )
-        said = done.stdout + done.stderr
-        if done.returncode == 0:
-            found["registers"] = int(re.search(r"Used (\d+) registers", said)[1])
-            found["spills"] = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-            break
-    return found
-
-
-def _amd(built) -> dict:
-    text = built.asm["amdgcn"]
-    widths = [32 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?\b", text)]
-    return {
-        "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
-        "spills": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]),
-        "load_bits": max(widths, default=0),
-    }
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m nanoragen.kernels.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("--compile", action="store_true", help="the compiler's table instead of times")
@@ -444,9 +363,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not args.compile:
         return bench(args.quick, args.out)
-    print("| kernel | target | registers | spilled bytes | widest load, bits |\n|---|---|---|---|---|")
-    for r in compile_table():
-        print(f"| {r['kernel']} | {r['target']} | {r['registers']} | {r['spills']} | {r['load_bits']} |")
+    print("registers a thread, widest global load in bits, matrix instructions, spilled bytes if any\n")
+    print(compiled.markdown(compiled.compile_table()))
 
 
 if __name__ == "__main__":
