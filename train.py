@@ -435,6 +435,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         line["lr"] = scheduler.get_last_lr()[0]
         line["step_time"] = time.perf_counter() - start
         line["tokens_per_second"] = line["num_tokens"] / line["step_time"]
+        line.update(metrics.process_metrics())
 
         # 6. evaluation on held-out seeds, log, checkpoint
         if step == c.steps:

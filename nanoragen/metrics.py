@@ -10,6 +10,8 @@ write is tried again. Left out: images, tables, remote storage; `Log(trackers="w
 import importlib.util
 import json
 import math
+import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -188,6 +190,27 @@ def rollout_metrics(episodes, env: str) -> dict:
         "rollout/truncated_by_context": _mean([e.truncated == "context" for e in episodes]),
         "valid_thinking_rate": _mean([t.think_end > t.start for t in turns]),
     }
+
+
+def process_metrics() -> dict:
+    """What this process holds now, so that a leak shows in a long run's log: resident memory in MiB, and open handles.
+
+    From /proc (Linux). Elsewhere memory is the peak so far (getrusage), handles are counted where there is a /dev/fd, and what
+    the system does not tell is left out.
+    """
+    found = {}
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["memory/rss_mb"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except OSError:
+        if importlib.util.find_spec("resource"):  # not on Windows
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but bytes on macOS
+            found["memory/rss_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
+    if os.path.isdir("/dev/fd"):
+        found["memory/open_files"] = len(os.listdir("/dev/fd")) - 1  # without the one that lists them
+    return found
 
 
 def _mean(values) -> float:

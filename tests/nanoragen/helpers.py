@@ -144,10 +144,13 @@ class Ladder(TextEnv):
         return f"rung {self.at} of {self.height}, seed {self.np_random_seed}" + "." * self.growth * len(self.acted)
 
 
+CLOCK = ("time/", "step_time", "tokens_per_second", "memory/")
+
+
 def timeless(run):
-    """The lines of a run's metrics.jsonl without all that a clock says."""
+    """The lines of a run's metrics.jsonl without what a clock or the process's size says."""
     found = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "step_time", "tokens_per_second"))} for line in found]
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in found]
 
 
 def moments(folder):

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import re
 import sys
 import types
 import warnings
 
+import numpy as np
 import pytest
 
 from nanoragen import metrics
@@ -226,3 +228,15 @@ def test_diagnosis_of_a_short_bare_run_raises_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert metrics.diagnosis([{"step": 1, "reward": 0.0}], outcome(0, 0.1), outcome(0, 0.1), "bandit")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_what_the_process_holds(tmp_path):
+    before = metrics.process_metrics()
+    block, files = np.ones(40 * 2**20, dtype=np.uint8), [open(tmp_path / str(i), "w") for i in range(5)]  # 40 MiB, written to
+    after = metrics.process_metrics()
+    for file in files:
+        file.close()
+    assert block.nbytes == 40 * 2**20 and 35 < after["memory/rss_mb"] - before["memory/rss_mb"] < 60
+    assert after["memory/open_files"] == before["memory/open_files"] + 5
+    assert metrics.process_metrics()["memory/open_files"] == before["memory/open_files"]
