@@ -295,6 +295,8 @@ class CachedContexts:
         self.model, self.chat, self.sampling = model, chat, sampling
         if not contexts:
             return
+        from nanoragen.cache import RoomyLayer  # imports transformers
+
         prompts = list(dict.fromkeys(tuple(c) for c in contexts))
         number = {p: i for i, p in enumerate(prompts)}
         rows = torch.tensor([number[tuple(c)] for c in contexts], device=model.device)
@@ -309,7 +311,7 @@ class CachedContexts:
         )
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # renamed within transformers 5
         self.cache = out[self.cache_name]
-        self.cache.batch_select_indices(rows)
+        self.cache.layers = [RoomyLayer(layer.keys[rows], layer.values[rows]) for layer in self.cache.layers]
         self.ids, self.mask = ids[rows], mask[rows]
 
     def sample(self, turn: int) -> list[list[int]]:
