@@ -3,6 +3,7 @@
     python train.py --env sokoban                                   # bundled 1M-parameter model; minutes on a laptop
     python train.py --env frozen_lake --filter none                 # the same loop without the paper's remedy
     python train.py --env sokoban --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6      # one GPU
+    torchrun --nproc_per_node=4 train.py --env sokoban --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6     # four of them
     python train.py --help                                          # every setting, and its name in RAGEN
 
 One step, in the order of the code below (RAGEN-2, arXiv 2604.06268):
@@ -28,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoragen import cli
+from nanoragen import cli, distributed
 from nanoragen.settings import RAGEN_FILTER, check
 
 
@@ -247,7 +248,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             progress(f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
             total, weight = {}, torch.zeros(len(length), device=device)
             weight[minibatch] = token_weight(length[minibatch], c)
-            for rows in micro_batches(batch, minibatch, c.micro_batch):
+            for rows in micro_batches(batch, distributed.share(minibatch), c.micro_batch):
                 with autocast(device, c.dtype):
                     logprob, entropy, row = score(model, batch, rows, c.temperature)
                 sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order
@@ -256,6 +257,8 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
                 loss, part = policy_loss(logprob, before, advantage[rows][sampled], weight[rows][row], entropy, ref, c)
                 (scale * loss).backward()
                 total = {k: total.get(k, 0.0) + v for k, v in part.items()}
+            distributed.sum_gradients(model.parameters())  # under torchrun each process has a share of the minibatch
+            total = distributed.add_up(total)
             share = total.pop("weight")
             total = {k: v if k == "loss" else v / share for k, v in total.items()}
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
@@ -284,7 +287,7 @@ def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
 
     from nanoragen.stop import Stop
 
-    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1)
+    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1, disable=distributed.rank() > 0)
     with Stop() as stop, bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
         return train(c, model, tokenizer, out, saved, stop, bar)
 
@@ -311,7 +314,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     torch.manual_seed(c.seed)
     options = cli.options(c.env_options)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    start_model = models.load(c.model, device=c.device)[0] if saved and c.beta > 0 else model
+    start_model = models.load(c.model, device=model.device)[0] if saved and c.beta > 0 else model
     reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
     updates = c.steps * c.epochs * c.minibatches
@@ -331,9 +334,12 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         state = checkpoint.restore(saved, optimizer, scheduler, critic)
         before, first, regime, done = state["before"], state["first_regime"], state["regime"], state["step"]
         ema.load_state_dict(state["ema"])
-        history = metrics.rewind(out, done)
-    log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
-    cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
+        history = distributed.on_first(lambda: metrics.rewind(out, done))
+    if distributed.rank() == 0:
+        log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
+        cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
+    else:
+        log = cross = page = distributed.Silent()
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
     bar.initial = bar.n = done
     say, phase = bar.write, lambda text: bar.set_description_str(text)
@@ -354,9 +360,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     def keep_step(step):
         phase("save")
         state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
-        return checkpoint.save(
-            out, step, model, tokenizer, optimizer=optimizer, scheduler=scheduler, critic=critic, state=state, keep=c.keep
-        )
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "critic": critic, "state": state, "keep": c.keep}
+        return distributed.on_first(lambda: checkpoint.save(out, step, model, tokenizer, **parts))
 
     few = c.eval_episodes or c.groups * c.group_size
     many = c.final_episodes or 2 * c.groups * c.group_size
@@ -447,7 +452,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         early = early_stop(history, c.env, c.early_stop)
         if early:
             line[f"early_stopped/{early[0]}"] = 1.0
-        last = step == c.steps or early or stop.asked
+        asked = next(filter(None, distributed.gather(stop.asked)), None)  # whichever process was asked, all stop
+        last = step == c.steps or early or asked
         log.step(line)
         log.rollouts(step, episodes, credited.tolist(), [keep[g] for g in group])
         say(metrics.console_line(line))
@@ -463,8 +469,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     bar.close()
     log.close()
     page.write()
-    if stop.asked and step < c.steps:
-        print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
+    if asked and step < c.steps:
+        print(f"stopped by {asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
+        distributed.finish()
         raise SystemExit(130)
 
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
@@ -540,12 +547,13 @@ def main(argv=None):
         if c.resume:
             c, out, saved = resumed(c, argv)
         check(c)
-        out = out if saved else run_folder(c)  # before torch is imported: a bad folder shows at once
+        device = distributed.start(c.device)
+        out = out if saved else distributed.on_first(partial(run_folder, c))  # before torch is imported: a bad folder shows at once
         from nanoragen import model as models
         from nanoragen.chat import Chat
         from nanoragen.faults import TooManyFaults
 
-        model, tokenizer = models.load(str(saved or c.model), device=c.device)
+        model, tokenizer = models.load(str(saved or c.model), device=device)
         Chat(tokenizer)  # a model without a chat template cannot play
     except ValueError as e:
         cli.fail("train.py", e)
@@ -553,6 +561,7 @@ def main(argv=None):
         run(c, model, tokenizer, out, saved)
     except (TooManyFaults, FloatingPointError) as e:
         cli.fail("train.py", e)
+    distributed.finish()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoragen import distributed
 from nanoragen.model import autocast
 
 
@@ -49,23 +50,24 @@ def make_batch(episodes, pad_id: int) -> Batch:
 def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int) -> list[torch.Tensor]:
     """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
 
-    Alike in length so that little is padding; longest first so that memory runs out at once or never.
+    Alike in length so that little is padding; longest first so that memory runs out at once or never. No rows, no tensors.
     """
     if max_rows < 1:
         raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
     lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu()
-    return list(rows.cpu()[lengths.argsort(descending=True, stable=True)].split(max_rows))
+    return list(rows.cpu()[lengths.argsort(descending=True, stable=True)].split(max_rows)) if len(rows) else []
 
 
 @torch.no_grad()
 def on_tokens(batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
     """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
 
-    rows: long; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: settings with micro_batch and dtype.
+    rows: long, the same in every process; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: settings with micro_batch and dtype.
     """
     table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-    for part in micro_batches(batch, rows, c.micro_batch):
+    for part in micro_batches(batch, distributed.share(rows), c.micro_batch):
         with autocast(table.device, c.dtype):
             found = score(part)
         table[part] = table[part].masked_scatter(batch.mask[part], found)
+    distributed.sum_tensors([table])  # each process has scored its share
     return table

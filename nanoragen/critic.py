@@ -16,6 +16,7 @@ import math
 
 import torch
 
+from nanoragen import distributed
 from nanoragen.batch import micro_batches, on_tokens
 from nanoragen.model import autocast
 
@@ -61,7 +62,7 @@ class Critic:
             for n, minibatch in enumerate(order.chunk(c.minibatches)):
                 progress(f"critic {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
                 tokens, total = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
-                for part in micro_batches(batch, minibatch, c.micro_batch):
+                for part in micro_batches(batch, distributed.share(minibatch), c.micro_batch):
                     with autocast(device, c.dtype):
                         value = self.score(batch, part)
                     mask = batch.mask[part]
@@ -70,6 +71,8 @@ class Critic:
                     loss.backward()
                     total["critic/loss"] += loss.item()
                     total["critic/clip_ratio"] += (clipped.sum() / tokens).item()
+                distributed.sum_gradients(self.parameters)
+                total = distributed.add_up(total)
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, c.max_grad_norm).item()
                 if math.isfinite(norm) and math.isfinite(total["critic/loss"]):  # as for the policy: weights survive a bad gradient
                     self.optimizer.step()

@@ -5,6 +5,8 @@ Invariants (DESIGN section 4):
 - `Episode.mask` is 1 on exactly the ids the model sampled (its own end of turn included). It is written down as they
   are sampled, never found again by value, so padding id = end-of-turn id does not matter.
 - Ids are drawn from softmax(logits / temperature) and nothing else, whatever the model's own generation config says.
+- What an episode draws depends on the random state, its group and its place in the group, not on the episodes beside it: so
+  --rollout_batch, the kept cache and the number of processes change nothing (but for a tie within float rounding).
 
 Two ways to the same tokens. The plain one (`PlainContexts`) encodes every context anew each turn. The fast one
 (`CachedContexts`) encodes a prompt that several episodes share once, and keeps keys and values from turn to turn, so
@@ -14,13 +16,17 @@ Left out on purpose: log-probs while sampling (the trainer scores the same ids),
 episodes joining a running batch. B episodes still playing, C columns of their contexts.
 """
 
+import itertools
 import math
 import numbers
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from nanoragen import distributed
 from nanoragen.chat import Chat, parse_reply, reasoning_span
 from nanoragen.faults import containing, time_limit
 
@@ -107,7 +113,8 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
 
     envs, seeds, groups: one each an episode; an environment is reset here with its seed. Episodes of a group with the
     same seed must get the same prompt (ValueError if not). progress: called with a line of text before each turn.
-    Uses torch's global random numbers. A reward that is no finite number is a ValueError naming environment and seed,
+    Takes one of torch's global random numbers. Under torchrun each process plays some of the groups, and all return all episodes
+    (nanoragen/distributed.py). A reward that is no finite number is a ValueError naming environment and seed,
     and with `contain_faults` this and whatever else an environment raises ends its episode alone (it may have no ids).
     Logits that are NaN are a FloatingPointError naming the turn. Score the ids in the precision (autocast) of this call.
 
@@ -118,8 +125,13 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
     """
     if not len(envs) == len(seeds) == len(groups):
         raise ValueError(f"envs, seeds, groups: lengths {len(envs)}, {len(seeds)}, {len(groups)}; valid: all equal")
-    chat = Chat(tokenizer)
-    tables = [_Table(env, env_name, seed, group, chat, sampling) for env, seed, group in zip(envs, seeds, groups)]
+    chat, run, seen = Chat(tokenizer), int(torch.randint(2**62, ())), Counter()
+    mine, tables = set(distributed.share(list(dict.fromkeys(groups)))), []
+    for env, seed, group in zip(envs, seeds, groups):
+        seen[group] += 1
+        if group in mine:
+            rng = np.random.default_rng([run, group, seen[group]])
+            tables.append(_Table(env, env_name, seed, group, chat, sampling, rng))
     prompts = {}
     for t in tables:
         if not t.over and prompts.setdefault((t.episode.group, t.episode.seed), t.episode.ids) != t.episode.ids:
@@ -127,9 +139,12 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = min(sampling.max_context or math.inf, positions or math.inf)
     with _sampling_mode(model):
-        for rows in _chunks(groups, sampling.rollout_batch or len(tables)):
+        for rows in _chunks([t.episode.group for t in tables], sampling.rollout_batch or len(tables)):
             _play([tables[r] for r in rows], model, chat, sampling, limit, progress)
-    return [t.episode for t in tables]
+    played = {}  # group -> its episodes, in their order
+    for episode in itertools.chain(*distributed.gather([t.episode for t in tables])):
+        played.setdefault(episode.group, []).append(episode)
+    return [played[group].pop(0) for group in groups]
 
 
 def _chunks(groups, size: int):
@@ -161,7 +176,7 @@ def _play(tables, model, chat, sampling, limit, progress):
         if progress:
             progress(f"turn {turn}: {len(tables)} episodes")
         staying, glue = [], []
-        for row, (table, reply_ids) in enumerate(zip(tables, contexts.sample(turn))):
+        for row, (table, reply_ids) in enumerate(zip(tables, contexts.sample(turn, [t.luck() for t in tables]))):
             observation = table.take(reply_ids)
             if table.over:
                 continue
@@ -178,8 +193,8 @@ def _play(tables, model, chat, sampling, limit, progress):
 class _Table:
     """One episode with the environment it is played in."""
 
-    def __init__(self, env, env_name, seed, group, chat, sampling):
-        self.env, self.chat, self.sampling = env, chat, sampling
+    def __init__(self, env, env_name, seed, group, chat, sampling, rng):
+        self.env, self.chat, self.sampling, self.rng = env, chat, sampling, rng
         self.name = f"{env_name} (seed {seed})"
         self.max_turns = sampling.max_turns or env.max_turns
         self.max_actions = sampling.max_actions_per_turn or env.max_actions_per_turn
@@ -210,6 +225,10 @@ class _Table:
         if len(episode.ids) > limit:  # a first prompt: nothing was sampled, and no forward pass may fail on it
             episode.ids, episode.mask = episode.ids[: int(limit)], episode.mask[: int(limit)]
         return True
+
+    def luck(self) -> list[float]:
+        """A number in [0, 1) for every id of the next reply. [max_tokens]"""
+        return self.rng.random(self.sampling.max_tokens).tolist()
 
     def show(self, observation: str, glue: list[int]):
         """The next turn begins: its observation, and the ids that carry it."""
@@ -271,10 +290,10 @@ class PlainContexts:
     def __init__(self, model, chat, sampling, contexts):
         self.model, self.chat, self.sampling, self.contexts = model, chat, sampling, [list(c) for c in contexts]
 
-    def sample(self, turn: int) -> list[list[int]]:
-        """One reply for each context: its sampled ids, up to and including the first that ends a turn."""
+    def sample(self, turn: int, luck) -> list[list[int]]:
+        """One reply for each context: its sampled ids, up to and including the first that ends a turn. luck: [B][max_tokens]."""
         ids, mask = _pad_left(self.contexts, _pad_id(self.chat), self.model.device)
-        out = _generate(self.model, self.chat, self.sampling, turn, input_ids=ids, attention_mask=mask)
+        out = _generate(self.model, self.chat, self.sampling, turn, luck, input_ids=ids, attention_mask=mask)
         self.replies = _cut(out[:, ids.shape[1] :], self.chat.end_ids)
         return self.replies
 
@@ -314,10 +333,10 @@ class CachedContexts:
         self.cache.layers = [RoomyLayer(layer.keys[rows], layer.values[rows]) for layer in self.cache.layers]
         self.ids, self.mask = ids[rows], mask[rows]
 
-    def sample(self, turn: int) -> list[list[int]]:
+    def sample(self, turn: int, luck) -> list[list[int]]:
         C = self.ids.shape[1]
         self.ids = _generate(
-            self.model, self.chat, self.sampling, turn,
+            self.model, self.chat, self.sampling, turn, luck,
             input_ids=self.ids, attention_mask=self.mask, **{self.cache_name: self.cache},
         )  # fmt: skip
         replies = _cut(self.ids[:, C:], self.chat.end_ids)
@@ -358,33 +377,50 @@ def _sampling_mode(model):
         model.train(training)
 
 
-def _generate(model, chat, sampling, turn, **inputs) -> torch.Tensor:
+def _generate(model, chat, sampling, turn, luck, **inputs) -> torch.Tensor:
     """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right."""
     from transformers import GenerationConfig
 
-    draw = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
-        **(draw if sampling.temperature > 0 else {"do_sample": False}),
+        do_sample=False,  # _Draw has drawn before `generate` chooses
         max_new_tokens=sampling.max_tokens, eos_token_id=chat.end_ids, pad_token_id=_pad_id(chat), use_cache=True,
     )  # fmt: skip
-    guard = _NanGuard()
-    out = model.generate(**inputs, generation_config=config, logits_processor=[guard])
-    if guard.bad is not None and bool(guard.bad):
+    luck = torch.tensor(luck, dtype=torch.float64, device=model.device)
+    draw = _Draw(luck, sampling.temperature, inputs["input_ids"].shape[1])
+    out = model.generate(**inputs, generation_config=config, logits_processor=[draw])
+    if draw.bad is not None and bool(draw.bad):
         raise FloatingPointError(
             f"generate: the model's logits are NaN or infinite in turn {turn}; its weights are broken"
         )
     return out
 
 
-class _NanGuard:
-    """A logits processor that notes broken rows and blanks them: drawing from NaN aborts a CUDA process. No sync."""
+class _Draw:
+    """A logits processor that draws the next ids and leaves no others, each row by its own numbers; at temperature 0 it draws none.
+
+    Rows whose logits are broken are noted and blanked. Nothing here waits for the device.
+    """
 
     bad = None
+
+    def __init__(self, luck, temperature: float, start: int):
+        self.luck, self.temperature, self.start = luck, temperature, start  # luck [B, max_tokens] for the columns from start on
 
     def __call__(self, input_ids, scores):
         broken = ~scores.amax(-1, keepdim=True).isfinite()  # [B, 1]; NaN, +inf, or nothing but -inf
         self.bad = broken.any() if self.bad is None else self.bad | broken.any()
-        return scores.masked_fill(broken, 0.0)
+        scores = scores.masked_fill(broken, 0.0)
+        if self.temperature == 0:
+            return scores
+        ids = draw((scores / self.temperature).softmax(-1), self.luck[:, input_ids.shape[1] - self.start])
+        return torch.full_like(scores, -math.inf).scatter(1, ids[:, None], 0.0)
+
+
+def draw(probs, luck) -> torch.Tensor:
+    """The id at which the cumulated probabilities first exceed luck, a number in [0, 1). probs [B, V], luck [B] -> [B]."""
+    cumulated = probs.cumsum(-1, dtype=torch.float64)  # in float32 the steps of a large vocabulary would be lost
+    at = luck[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, at, right=True)[:, 0].clamp(max=probs.shape[1] - 1)
 
 
 def _pad_id(chat) -> int:

@@ -9,7 +9,7 @@ import nanoragen.rollout
 from helpers import FORGETFUL, Ladder, byte_tokenizer, tiny_model
 from nanoragen.batch import make_batch
 from nanoragen.chat import Chat
-from nanoragen.rollout import Sampling, _can_keep_cache, rollout
+from nanoragen.rollout import Sampling, _can_keep_cache, draw, rollout
 
 KINDS = ("qwen2", "gpt2")
 
@@ -47,19 +47,30 @@ def token_logprobs(model, episodes, pad, temperature=1.0):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What `torch.multinomial` was really given and drew: a list of (probabilities [B, V], ids [B])."""
-    calls, draw = [], torch.multinomial
+    """What `draw` was really given and drew: a list of (probabilities [B, V], ids [B])."""
+    calls = []
 
-    def spy(probs, num_samples, **options):
-        out = draw(probs, num_samples, **options)
-        calls.append((probs.clone(), out[:, 0].clone()))
-        return out
+    def spy(probs, luck):
+        calls.append((probs, draw(probs, luck)))
+        return calls[-1][1]
 
-    monkeypatch.setattr(torch, "multinomial", spy)
+    monkeypatch.setattr(nanoragen.rollout, "draw", spy)
     return calls
 
 
 # -- the distribution --------------------------------------------------------------------------------------------------
+
+
+def test_draw_gives_every_id_its_share_of_the_luck():
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    luck = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for scale in (1.0, 0.99, 1.01):  # a softmax sums to 1 but for rounding
+        ids = draw(scale * probs.expand(1000, 6), luck)
+        assert torch.bincount(ids, minlength=6).tolist() == [0, 250, 0, 500, 250, 0] and ids.tolist() == sorted(ids.tolist())
+    edges = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53], dtype=torch.float64)  # 0 goes to none of probability 0
+    assert draw(probs.expand(4, 6), edges).tolist() == [1, 3, 4, 4]
+    many = torch.full((3, 200_000), 1 / 200_000)  # float32 sums would be off by more than an id
+    assert draw(many, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist() == pytest.approx([20_000, 100_000, 180_000], abs=1)
 
 
 @pytest.mark.parametrize("keep_cache", [True, False])
@@ -141,13 +152,14 @@ def test_r8_left_padding_changes_nothing(kind, drawn):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_r8_company_does_not_change_an_episode(kind, ragged):
-    """An episode among others with longer prompts (so left-padded) and replies is the one it is alone."""
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_r8_company_does_not_change_an_episode(kind, temperature, ragged):
+    """An episode among others with longer prompts (so left-padded) and replies is the one it is alone, drawn or greedy."""
     tokenizer = byte_tokenizer()
     model = tiny_model(tokenizer, kind)
     heights = [1, 10**4, 10**9, 10**30]
     for keep_cache in (True, False):
-        options = {"temperature": 0.0, "keep_cache": keep_cache}
+        options = {"temperature": temperature, "keep_cache": keep_cache}
         together = run(model, tokenizer, heights, groups=range(4), **options)
         alone = [run(model, tokenizer, [h], groups=[g], **options)[0] for g, h in enumerate(heights)]
         assert [e.ids for e in together] == [e.ids for e in alone]
@@ -156,6 +168,14 @@ def test_r8_company_does_not_change_an_episode(kind, ragged):
             [token_logprobs(model, [e], tokenizer.pad_token_id)[0] for e in alone],
         )
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in both)
+
+
+def test_rollout_batch_changes_no_token_and_episodes_of_a_group_differ(ragged):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer)
+    whole, parts, other = (run(model, tokenizer, rollout_batch=n, seed=s) for n, s in ((None, 0), (2, 0), (None, 1)))
+    assert [e.ids for e in whole] == [e.ids for e in parts]
+    assert len({tuple(e.ids) for e in whole + other}) == 12
 
 
 # -- the kept cache ----------------------------------------------------------------------------------------------------
