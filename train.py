@@ -393,9 +393,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         if c.mi_every and (step - 1) % c.mi_every == 0:
             phase("diagnosis")
             with models.autocast(model.device, c.dtype):
-                found = collapse.measure(model, episodes, temperature=c.temperature, seed=step)
-            found.update(ema.update(found))
-            line.update({f"collapse_first_turn_sample/{k}": v for k, v in found.items()})
+                found, logged = collapse.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
+            line.update(logged)
             if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
                 here = found["conditional_entropy_est"], found["mi_seq_estimate"]
                 first = first or here  # the regime is judged against the run's first measurement

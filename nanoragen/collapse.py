@@ -7,7 +7,8 @@ Z the reasoning ids without either tag. Everything comes from one matrix of teac
     L[i, j] = log p(z_i | x_j),   p_mix(z) = sum_j w_j p(z | x_j),   I(X; Z) ~ mean_i [ L[i, own_i] - log p_mix(z_i) ].
 
 Parts: `cross_matrix` makes L (shared_prefix.py), `collapse_metrics` reads it, `first_turn_sample` and
-`trajectory_sample` choose the rows, `measure` does all three, `Ema` smooths over steps, `regime` names what was seen.
+`trajectory_sample` choose the rows, `measure` does all three, `diagnose` does so for both choices of rows, `Ema` smooths
+over steps, `regime` names what was seen.
 
 Left out on purpose: corrections for the bias of small samples (N prompts can show at most H(X) <= log N nats, given as
 `mi_upper_bound`), and clipping: a negative estimate is reported as it is.
@@ -20,10 +21,11 @@ from fractions import Fraction
 
 import torch
 
+from nanoragen.kernels.cross import cross_statistics
 from nanoragen.shared_prefix import cross_matrix, distinct, positions
 
+SAMPLINGS = {"first_turn": "collapse_first_turn_sample/", "trajectory": "collapse_trajectory_sample/"}  # and their names in a log
 STD_EPS = 1e-3  # the paper code's, in the z-scores
-TIE = 1e-6  # scores this close, relative to their size, are equal: a few units of float32 rounding
 
 
 # ---------------------------------------------------------------------------------------------------------- the metrics
@@ -72,11 +74,10 @@ def collapse_metrics(sums, own, lengths, *, column_keys=None) -> dict[str, float
             place.append(first.setdefault(key, (len(first), j))[0])
         L, own = L[:, [j for _, j in first.values()]], torch.tensor(place)[own]
     M, N = L.shape
-    matched = L[torch.arange(M), own]
-    if L.isnan().any() or not matched.isfinite().all():
-        raise ValueError("sums: NaN, or a row impossible under its own prompt; valid: log-probs of sampled rows")
     weight = torch.bincount(own, minlength=N).double() / M  # [N]
-    log_weight = weight.log()  # -inf without rows
+    found = cross_statistics(L, own, weight)  # [M] each
+    if L.isnan().any() or not found.matched.isfinite().all():
+        raise ValueError("sums: NaN, or a row impossible under its own prompt; valid: log-probs of sampled rows")
     out = {"mi_upper_bound": -torch.special.xlogy(weight, weight).sum().item() + 0.0}
 
     def add(name, rows):  # the mean of [M] and its standard error
@@ -85,20 +86,14 @@ def collapse_metrics(sums, own, lengths, *, column_keys=None) -> dict[str, float
         if error is not None:
             out[f"{name}_se"] = error
 
-    for scale, end in ((lengths[:, None], ""), (1.0, "_seq")):
-        scores = L / scale
-        marginal = torch.logsumexp(scores + log_weight, dim=1)  # [M] log p_mix
-        here = scores[torch.arange(M), own]
-        add(f"mi{end}_estimate", here - marginal)
-        add(f"conditional_entropy{end}_est", -here)
-        add(f"reasoning_entropy{end}_est", -marginal)
-        out[f"marginal_std{end}"] = marginal.std(correction=0).item()
+    for scores, end in ((cross_statistics(L / lengths[:, None], own, weight), ""), (found, "_seq")):
+        add(f"mi{end}_estimate", scores.matched - scores.marginal)
+        add(f"conditional_entropy{end}_est", -scores.matched)
+        add(f"reasoning_entropy{end}_est", -scores.marginal)
+        out[f"marginal_std{end}"] = scores.marginal.std(correction=0).item()
         out[f"mi_zscore{end}"] = out[f"mi{end}_estimate"] / (out[f"marginal_std{end}"] + STD_EPS)
 
-    near = TIE * matched.abs().clamp(min=1.0)[:, None]
-    difference = L - matched[:, None]
-    above = (difference > near).sum(dim=1).tolist()
-    tied = (difference.abs() <= near).sum(dim=1).tolist()  # the own prompt is one of them
+    above, tied = found.above.tolist(), found.tied.tolist()  # the own prompt is one of the tied
     for k in (1, 2, 4, 8):
         if k == 1 or k < N:
             credit = [min(max(Fraction(k - a, t), Fraction(0)), Fraction(1)) for a, t in zip(above, tied)]
@@ -122,21 +117,21 @@ def _standard_error(rows, cluster) -> float | None:
 
 
 class Ema:
-    """Moving averages over steps of the two standard deviations, and the z-scores taken with them."""
+    """Moving averages over steps of the standard deviations, and the z-scores taken with them; those of each sampling."""
 
     def __init__(self, decay=0.9):
         self.decay, self.values = decay, {}
 
-    def update(self, found) -> dict[str, float]:
-        """found: metrics of this step. Returns marginal_std_ema, mi_zscore_ema, and both with _seq."""
+    def update(self, found, prefix="") -> dict[str, float]:
+        """found: metrics of this step, their names with `prefix`. Returns marginal_std_ema, mi_zscore_ema, and both with _seq."""
         out = {}
         for end in ("", "_seq"):
-            if f"marginal_std{end}" not in found:  # nothing measured: the average waits
+            if f"{prefix}marginal_std{end}" not in found:  # nothing measured: the average waits
                 continue
-            new, name = found[f"marginal_std{end}"], f"marginal_std_ema{end}"
+            new, name = found[f"{prefix}marginal_std{end}"], f"{prefix}marginal_std_ema{end}"
             old = self.values.get(name, new)  # the first value starts it
             self.values[name] = out[name] = self.decay * old + (1 - self.decay) * new
-            out[f"mi_zscore_ema{end}"] = found[f"mi{end}_estimate"] / (out[name] + STD_EPS)
+            out[f"{prefix}mi_zscore_ema{end}"] = found[f"{prefix}mi{end}_estimate"] / (out[name] + STD_EPS)
         return out
 
     def state_dict(self) -> dict:
@@ -211,8 +206,8 @@ def measure(
     longest reasoning among the model's positions are left out. Keys carry no prefix; where no turn reasons there is
     valid_thinking_rate only.
     """
-    if sampling not in ("first_turn", "trajectory"):
-        raise ValueError(f"sampling: {sampling!r} is unknown; valid: 'first_turn', 'trajectory'")
+    if sampling not in SAMPLINGS:
+        raise ValueError(f"sampling: {sampling!r} is unknown; valid: {', '.join(map(repr, SAMPLINGS))}")
     if sampling == "trajectory":
         prompts, reasonings, own, keys = trajectory_sample(episodes, max_prompts, seed)
     else:
@@ -234,6 +229,18 @@ def measure(
     if rows:
         metrics.update(collapse_metrics(sums, own, lengths, column_keys=keys))
     return Measurement(metrics, sums, own, lengths, keys)
+
+
+def diagnose(model, episodes, ema=None, **how) -> tuple[Measurement, dict[str, float]]:
+    """Both samplings: (the measurement of first turns, the metrics of both by the names they have in a log).
+
+    ema: an Ema that takes part. how: what `measure` takes beside `sampling`.
+    """
+    found = {sampling: measure(model, episodes, sampling=sampling, **how) for sampling in SAMPLINGS}
+    logged = {f"{SAMPLINGS[sampling]}{k}": v for sampling, m in found.items() for k, v in m.items()}
+    for prefix in SAMPLINGS.values() if ema else ():
+        logged.update(ema.update(logged, prefix))
+    return found["first_turn"], logged
 
 
 # ---------------------------------------------------------------------------------------------------------- the regimes

@@ -24,7 +24,7 @@ def evaluate(
 
     metrics: success with its 95% interval success_low to success_high, return (mean sum of rewards), turns, parse_rate, episodes
     (how many), instances, tokens (sampled, an episode), pass@k for k = 1, 2, 4, ... samples, and with `diagnose` the collapse
-    metrics of the first turns (none where there is no reasoning).
+    metrics of the first turns and of all turns (none where there is no reasoning).
 
     policy: "model" (draws from torch's global random numbers, the caller seeds them), "random" or "demonstrate" (model and
     tokenizer may be None; `seed` seeds the random one).
@@ -45,8 +45,7 @@ def evaluate(
         from nanoragen import collapse
 
         temperature = sampling.temperature or 1.0  # greedy play has no probabilities of its own
-        found = collapse.measure(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)
-        metrics.update({f"collapse_first_turn_sample/{k}": v for k, v in found.items()})
+        metrics.update(collapse.diagnose(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)[1])
     return metrics, episodes
 
 

@@ -48,6 +48,7 @@ def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkey
     torch.manual_seed(99)  # a new process has other random states
     train.main(["--resume", str(cut)])
     assert timeless(cut) == timeless(whole) and [line["step"] for line in timeless(cut)] == [1, 2, 3, 4]
+    assert all(f"collapse_{name}_sample/marginal_std_ema" in timeless(cut)[-1] for name in ("first_turn", "trajectory"))
     assert (cut / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
     assert (cut / "config.json").read_text().replace("cut", "whole") == (whole / "config.json").read_text()
     a, b = (run / "step_000004" for run in (cut, whole))

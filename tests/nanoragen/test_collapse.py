@@ -355,6 +355,24 @@ def test_measure(sampling, n, m):
     assert {(got.column_keys[j], length) for j, length in zip(got.own, got.lengths)} <= rows
 
 
+def test_both_samplings_are_logged_each_with_averages_of_its_own():
+    model, (one, two) = qwen2(), (played(), played(seed=1))
+    ema, state = Ema(), torch.get_rng_state()
+    first, logged = collapse.diagnose(model, one, ema, temperature=0.8, seed=3)
+    resumed = Ema()
+    resumed.load_state_dict(json.loads(json.dumps(ema.state_dict())))
+    expected, both = {}, {}
+    for sampling in ("first_turn", "trajectory"):
+        found, alone = measure(model, one, sampling=sampling, temperature=0.8, seed=3), Ema()
+        later = measure(model, two, sampling=sampling, temperature=0.8, seed=4)
+        for out, m in ((expected, found), (both, later)):
+            out.update({f"collapse_{sampling}_sample/{k}": v for k, v in {**m, **alone.update(m)}.items()})
+    assert logged == expected and first == measure(model, one, temperature=0.8, seed=3) and first.sums.shape == (16, 8)
+    assert collapse.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
+    assert collapse.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_measure_a_model_that_ignores_its_prompt():
     # no value reaches the residual stream, and all prompts end in the same token: columns differ by nothing
     model = qwen2()
