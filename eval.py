@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoragen import cli
+from nanoragen.settings import env_options
 
 
 def flag(default, help):
@@ -28,6 +29,8 @@ def flag(default, help):
 class Config:
     env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)")
     env_options: str = flag("", "its options, as in boxes=2,height=7")
+    data: str = flag("", "file or folder that it takes its instances from (envs/README.md)")
+    allow_code_execution: bool = flag(False, "let --env code run what the model writes, in a sandbox (envs/README.md)")
     model: str = flag("nano", "nano (bundled), a checkpoint or other folder, a hub id, or a .gguf file")
     policy: Literal["model", "random", "demonstrate"] = flag("model", "who plays: the model, or a baseline")
     episodes: int = flag(256, "held-out instances")
@@ -55,7 +58,7 @@ def check(c: Config) -> Path:
     from nanoragen.envs.registry import make
     from nanoragen.model import locate
 
-    env = make(c.env, **cli.options(c.env_options))
+    env = make(c.env, **env_options(c))
     for key in ("episodes", "samples", "max_tokens"):
         if getattr(c, key) < 1:
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
@@ -97,7 +100,7 @@ def run(c: Config):
     )  # fmt: skip
     with models.autocast(model.device if model else "cpu", c.dtype if model else "float32"):
         found, episodes = evaluate(
-            model, tokenizer, c.env, eval_seeds(c.episodes), sampling, env_options=cli.options(c.env_options),
+            model, tokenizer, c.env, eval_seeds(c.episodes), sampling, env_options=env_options(c),
             samples=c.samples, policy=c.policy, seed=c.seed, diagnose=True, progress=progress,
         )  # fmt: skip
     progress("")

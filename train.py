@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoragen import cli, distributed
-from nanoragen.settings import RAGEN_FILTER, check
+from nanoragen.settings import RAGEN_FILTER, check, env_flags, env_options
 
 
 def flag(default, help, ragen=None):
@@ -56,6 +56,8 @@ class Config:
     # what to train
     env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags")
     env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
+    data: str = flag("", "file or folder that it takes its instances from (envs/README.md)")
+    allow_code_execution: bool = flag(False, "let --env code run what the model writes, in a sandbox (envs/README.md)")
     model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
     algo: Literal["grpo", "dr_grpo", "dapo", "rloo", "ppo"] = flag(
         "grpo", "sets what is `auto` (or 0) of: " + ", ".join(COLUMNS), "algorithm.adv_estimator"
@@ -312,7 +314,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     from nanoragen.stop import early_stop
 
     torch.manual_seed(c.seed)
-    options = cli.options(c.env_options)
+    options = env_options(c)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
     start_model = models.load(c.model, device=model.device)[0] if saved and c.beta > 0 else model
     reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
@@ -477,7 +479,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
     print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
-    print(f"evaluate  python eval.py --model {saved} --env {c.env}" + (f" --env_options {c.env_options}" if c.env_options else ""))
+    print(f"evaluate  python eval.py --model {saved} {env_flags(c)}")
     return line
 
 
@@ -529,7 +531,7 @@ def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
         raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
     c = cli.parse(Config, ["--config", str(out / "config.json"), *argv], "train.py", "")
     began = cli.parse(Config, ["--config", str(out / "config.json")], "train.py", "")
-    for key in ("env", "env_options", "model", "algo", "baseline"):  # what there is to restore, and to compare with, depends on them
+    for key in ("env", "env_options", "data", "model", "algo", "baseline"):  # what there is to restore, and to compare with, depends on them
         own, asked = getattr(began, key), getattr(c, key)
         if asked != own:
             raise ValueError(f"{key}: {asked} with --resume of a run of {own}; valid: {own}, or a run of its own")

@@ -60,7 +60,7 @@ class Code(TextEnv):
         if allow_code_execution is not True:
             raise ValueError(
                 "allow_code_execution: code runs programs that the model writes, in a sandbox (envs/README.md says what it "
-                "isolates); valid: --env_options allow_code_execution=true"
+                "isolates); valid: --allow_code_execution"
             )
         if not (isinstance(level, int) and 0 <= level <= 3):
             raise ValueError(f"level: {level!r} is not possible in code; valid: 1 to 3, 0: all")

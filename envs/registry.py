@@ -40,6 +40,11 @@ def env_class(name: str) -> type:
     return getattr(importlib.import_module(f"nanoragen.envs.{name}"), _CLASSES[name])
 
 
+def takers(option: str) -> list[str]:
+    """The names of the environments that have this option."""
+    return [name for name in names() if option in inspect.signature(env_class(name)).parameters]
+
+
 def make(name: str, **options):
     """A fresh environment. `options` are the keyword arguments of its class (`boxes=2`); ValueError names a wrong one."""
     if name.startswith("gym:"):

@@ -19,10 +19,13 @@ Left out: seccomp, and cgroups (they need rights that a trainer seldom has). The
 against a program that attacks the kernel itself.
 """
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +39,7 @@ FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/nix/store", sys.base_prefix)
 HIDDEN = (str(Path(__file__).resolve().parents[1]),)  # this project, should it be installed below one of them
 PATIENCE = 10  # times its seconds may pass where a program has to wait for a processor
 SETUP = 60.0  # seconds that the launcher may take beyond those of the program
+PREFIX = "nanoragen-sandbox-"
 WARNINGS = {
     "namespaces": "in its own namespaces, without network and without your files",
     "nobody": "as nobody, with limits, but WITHOUT namespaces: it has the network, and reads what everybody may read",
@@ -75,14 +79,14 @@ def execute(
 ) -> Result:  # fmt: skip
     """Run any program under the limits of `run`. main: text of the file main.py; folders: more to show it (namespaces only)."""
     mode = mode or isolation()
+    _sweep()
     job = {
         "argv": list(argv), "environment": environment or {}, "folders": [*FOLDERS, *folders], "hidden": HIDDEN,
         "seconds": seconds, "memory": int(memory), "processes": processes,
         "namespaces": mode == "namespaces", "nobody": mode != "none", "parent": os.getpid(),
         "patience": (PATIENCE - 1) * seconds,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with _folder() as folder:
         (folder / "work").mkdir()
         (folder / "work").chmod(0o777)  # nobody writes there; the folder above it is closed
         for file, text in (("main.py", main), ("stdin", stdin), ("job.json", json.dumps(job))):
@@ -98,6 +102,40 @@ def execute(
         raise RuntimeError(f"sandbox: {found['failed']} {err.decode(errors='replace')[-500:]}".strip())
     status = "output" if full else found["status"]
     return Result(status, out.decode(errors="replace"), err.decode(errors="replace"), found["seconds"], mode)
+
+
+@contextlib.contextmanager
+def _folder():
+    """A temporary folder that this process holds a lock on, so that others can tell it from what a killed trainer left."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        handle = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(handle)
+
+
+@functools.cache
+def _sweep():
+    """Once in a process: remove the folders of trainers that were killed. Theirs are not locked; new ones not yet, so they stay."""
+    for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+        try:
+            about = folder.lstat()
+            if about.st_uid != os.getuid() or not folder.is_dir() or time.time() - about.st_mtime < SETUP:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another process has removed it
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # in use
+        finally:
+            os.close(handle)
+        if (folder / "work").is_dir():
+            _remove(folder / "work")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _launch(folder, seconds, output):

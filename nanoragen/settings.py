@@ -4,6 +4,7 @@ Every error is a ValueError "setting: value; valid: ...". Left out: correcting a
 """
 
 import math
+import shlex
 
 from nanoragen import cli
 
@@ -13,6 +14,32 @@ RAGEN_FILTER = {
 }  # fmt: skip
 
 
+def env_options(c) -> dict:
+    """Keyword arguments of the environment: --env_options, and --data and --allow_code_execution where they are given.
+
+    ValueError where the environment takes no such thing, or it is given both ways.
+    """
+    from nanoragen.envs.registry import takers
+
+    options = cli.options(c.env_options)
+    for key in ("data", "allow_code_execution"):
+        value = getattr(c, key)
+        if not value:
+            continue
+        if c.env not in (names := takers(key)):
+            raise ValueError(f"{key}: {c.env} takes none; valid: with --env {' or '.join(names)}")
+        if key in options:
+            raise ValueError(f"{key}: is given twice, as --{key} and in --env_options; valid: one of them")
+        options[key] = value
+    return options
+
+
+def env_flags(c) -> str:
+    """The flags that choose the environment and its options, as one would type them."""
+    flags = ["--env", c.env] + (["--env_options", c.env_options] if c.env_options else []) + (["--data", c.data] if c.data else [])
+    return shlex.join(flags + ["--allow_code_execution"] * c.allow_code_execution)
+
+
 def check(c):
     """ValueError for the first setting of a train.Config that cannot work."""
     from nanoragen.envs.registry import make
@@ -20,7 +47,7 @@ def check(c):
     from nanoragen.model import locate
     from nanoragen.stop import check as check_stops
 
-    make(c.env, **cli.options(c.env_options))
+    make(c.env, **env_options(c))
     check_trackers(c.log)
     check_stops(c.early_stop)
     for key in ("steps", "groups", "max_tokens", "epochs", "minibatches", "micro_batch", "keep"):
