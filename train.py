@@ -105,6 +105,10 @@ class Config:
     epochs: int = flag(1, "passes over a step's episodes", "actor_rollout_ref.actor.ppo_epochs")
     minibatches: int = flag(4, "updates in a pass", "actor_rollout_ref.actor.ppo_mini_batch_size")
     micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
+    micro_tokens: int = flag(0, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
+    gradient_checkpointing: bool = flag(
+        False, "layers run twice, and keep less for the backward pass", "actor_rollout_ref.model.enable_gradient_checkpointing"
+    )
     clip_low: float = flag(0.0, "the ratio is clipped below 1 - clip_low; inf: not", "actor_rollout_ref.actor.clip_ratio_low")
     clip_high: float = flag(0.0, "and above 1 + clip_high; inf: not", "actor_rollout_ref.actor.clip_ratio_high")
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
@@ -250,7 +254,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             progress(f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
             total, weight = {}, torch.zeros(len(length), device=device)
             weight[minibatch] = token_weight(length[minibatch], c)
-            for rows in micro_batches(batch, distributed.share(minibatch), c.micro_batch):
+            for rows in micro_batches(batch, distributed.share(minibatch), c.micro_batch, c.micro_tokens):
                 with autocast(device, c.dtype):
                     logprob, entropy, row = score(model, batch, rows, c.temperature)
                 sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order
@@ -555,6 +559,8 @@ def main(argv=None):
         from nanoragen.faults import TooManyFaults
 
         model, tokenizer = models.load(str(saved or c.model), device=device)
+        if c.gradient_checkpointing:
+            models.checkpoint_activations(model)
         Chat(tokenizer)  # a model without a chat template cannot play
     except ValueError as e:
         cli.fail("train.py", e)

@@ -47,25 +47,33 @@ def make_batch(episodes, pad_id: int) -> Batch:
     return Batch(ids, attention_mask, mask, turn)
 
 
-def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int) -> list[torch.Tensor]:
+def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int = 0) -> list[torch.Tensor]:
     """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
 
+    max_tokens: at most so many tokens each, padding counted (rows x longest); 0: no such limit. A row that is longer is alone.
     Alike in length so that little is padding; longest first so that memory runs out at once or never. No rows, no tensors.
     """
     if max_rows < 1:
         raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
     lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu()
-    return list(rows.cpu()[lengths.argsort(descending=True, stable=True)].split(max_rows)) if len(rows) else []
+    order = lengths.argsort(descending=True, stable=True)
+    parts, lengths = [], lengths[order].tolist()
+    while sum(parts) < len(lengths):
+        longest = max(1, lengths[sum(parts)])
+        size = min(max_rows, max(1, max_tokens // longest)) if max_tokens else max_rows
+        parts.append(min(size, len(lengths) - sum(parts)))
+    return list(rows.cpu()[order].split(parts)) if parts else []
 
 
 @torch.no_grad()
 def on_tokens(batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
     """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
 
-    rows: long, the same in every process; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: settings with micro_batch and dtype.
+    rows: long, the same in every process; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: settings with micro_batch,
+    micro_tokens and dtype.
     """
     table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-    for part in micro_batches(batch, distributed.share(rows), c.micro_batch):
+    for part in micro_batches(batch, distributed.share(rows), c.micro_batch, c.micro_tokens):
         with autocast(table.device, c.dtype):
             found = score(part)
         table[part] = table[part].masked_scatter(batch.mask[part], found)

@@ -62,7 +62,7 @@ class Critic:
             for n, minibatch in enumerate(order.chunk(c.minibatches)):
                 progress(f"critic {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
                 tokens, total = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
-                for part in micro_batches(batch, distributed.share(minibatch), c.micro_batch):
+                for part in micro_batches(batch, distributed.share(minibatch), c.micro_batch, c.micro_tokens):
                     with autocast(device, c.dtype):
                         value = self.score(batch, part)
                     mask = batch.mask[part]

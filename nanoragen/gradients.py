@@ -102,7 +102,7 @@ def gradients(model, reference, batch, halves, advantage, c, score, token_weight
     task_only, entropy_only, kl_only = (replace(c, entropy_coef=e, beta=b) for e, b in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)))
     found = {part: [torch.zeros_like(p) for p in parameters] for part in ("a", "b", "entropy", "kl")}
     for half, these in zip("ab", halves):
-        for rows in micro_batches(batch, torch.tensor(these, dtype=torch.long), c.micro_batch) if these else []:
+        for rows in micro_batches(batch, torch.tensor(these, dtype=torch.long), c.micro_batch, c.micro_tokens) if these else []:
             with autocast(model.device, c.dtype):
                 logprob, entropy, row = score(model, batch, rows, c.temperature)
             now, none = logprob.detach(), torch.zeros_like(logprob)  # ratio 1, advantage 0

@@ -16,6 +16,7 @@ Attention: flash_attention_2 on CUDA where flash-attn is installed and the model
 import copy
 import importlib.util
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -131,6 +132,31 @@ def pick_device(device=None):
 def reference(model):
     """A frozen copy, for the KL penalty."""
     return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def checkpoint_activations(model):
+    """Gradient checkpointing, in place: a decoder layer keeps its input alone, and runs again in the backward pass.
+
+    Not by transformers' own switch, which works in training mode only: there dropout would be on, and sampling and scoring disagree.
+    Where no gradient is taken the layers run as they are, so that sampling keeps its KV cache. Copies of the model do the same.
+    ValueError where transformers marks no layer of this model as one that can be run again.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"gradient_checkpointing: {type(model).__name__} has no layer made for it; valid: false")
+    for layer in layers:
+        layer.forward = partial(_run_again, layer.forward)  # no closure: a deep copy must run its own layer
+
+
+def _run_again(forward, *args, **kwargs):
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)  # nothing in it is random
 
 
 def autocast(device, dtype="auto"):

@@ -55,7 +55,7 @@ def check(c):
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
     for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "grad_every", "eval_every", "save_every",
                 "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout", "loss_length",
-                "value_clip", "filter_eps", "reward_noise"):  # fmt: skip
+                "value_clip", "filter_eps", "reward_noise", "micro_tokens"):  # fmt: skip
         if not 0 <= getattr(c, key) < math.inf:
             raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 or more")
     for key in ("clip_low", "clip_high"):

@@ -496,8 +496,8 @@ def test_micro_batch_size_row_order_and_padding_change_no_gradient(model, algo, 
     found, advantage = episodes(8), wave(1.0, 0.3)[:2, :8].reshape(-1)[:8].float()
     base = {"algo": algo, "minibatches": 1, "max_grad_norm": 1e9, "entropy_coef": 0.1, "loss_length": 20}
     want, _ = gradient(model, found, range(8), advantage, Config(**base, micro_batch=8))
-    for size in (1, 3):
-        got, _ = gradient(model, found, range(8), advantage, Config(**base, micro_batch=size))
+    for limits in ({"micro_batch": 1}, {"micro_batch": 3}, {"micro_tokens": 30}, {"micro_batch": 2, "micro_tokens": 45}):
+        got, _ = gradient(model, found, range(8), advantage, Config(**base, **limits))
         assert (got - want).norm() < 1e-5 * want.norm()
     order = [3, 7, 0, 5, 1, 6, 2, 4]
     got, _ = gradient(model, [found[i] for i in order], range(8), advantage[order], Config(**base, micro_batch=4))
@@ -557,8 +557,8 @@ def test_micro_batches_change_nothing_for_the_critic(model):
                 p.grad = None
 
     critic.optimizer, critic.scheduler = Spy(), SimpleNamespace(step=lambda: None)
-    for size in (8, 3, 1):
-        c = Config(algo="ppo", minibatches=1, micro_batch=size, max_grad_norm=1e9, value_clip=0.5)
+    for limits in ({"micro_batch": 8}, {"micro_batch": 3}, {"micro_batch": 1}, {"micro_tokens": 30}):
+        c = Config(algo="ppo", minibatches=1, **limits, max_grad_norm=1e9, value_clip=0.5)
         critic.update(batch, rows, returns, torch.zeros_like(returns), c, np.random.default_rng(0))
     assert all((g - found[0]).norm() < 1e-5 * found[0].norm() for g in found) and found[0].norm() > 0
 

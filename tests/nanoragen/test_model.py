@@ -7,10 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import byte_tokenizer, tiny_model
+from helpers import Ladder, byte_tokenizer, tiny_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+import train
 from nanoragen import model as models
+from nanoragen.rollout import Sampling, rollout
 
 
 @pytest.fixture
@@ -143,6 +145,90 @@ def test_reference_is_a_frozen_copy():
     assert torch.equal(frozen(torch.tensor([[5, 6, 7]])).logits, before) and all(
         p.requires_grad for p in model.parameters()
     )
+
+
+def counted(model, monkeypatch):
+    """The token counts of the calls of the second layer's self attention, as they come."""
+    attention, seen = model.base_model.layers[1].self_attn, []
+    run = attention.forward
+
+    def forward(hidden_states, *args, **kwargs):
+        seen.append(hidden_states.shape[1])
+        return run(hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    return seen
+
+
+def gradients_of_scores(model, seed=0):
+    torch.manual_seed(seed)
+    ids, sampled = torch.randint(5, 60, (3, 9)), torch.ones(3, 8, dtype=torch.bool)
+    logprob, entropy = models.sampled_scores(model, ids, torch.ones_like(ids), sampled)
+    return torch.autograd.grad(logprob.sum() + 0.1 * entropy.sum(), list(model.parameters()))
+
+
+def test_checkpointed_layers_run_twice_keep_less_and_give_the_same_gradient(monkeypatch):
+    model = tiny_model(byte_tokenizer(), dropout=0.5)  # in evaluation mode: there is none
+    models.head_is_all(model)
+    kept = []
+
+    def gradient():
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.__setitem__(-1, kept[-1] + t.numel()) or t, lambda t: t):
+            return gradients_of_scores(model)
+
+    want, seen = gradient(), counted(model, monkeypatch)
+    models.checkpoint_activations(model)
+    got = gradient()
+    assert seen == [9, 9] and not model.training
+    assert kept[1] < 0.5 * kept[0]  # numbers saved in the forward pass, the head's included
+    assert all((g - w).norm() <= 1e-6 * w.norm() for g, w in zip(got, want))
+
+
+def test_a_checkpointed_copy_runs_its_own_layers():
+    model = tiny_model(byte_tokenizer())
+    models.checkpoint_activations(model)
+    frozen, ids = models.reference(model), torch.tensor([[5, 6, 7]])
+    before = frozen(ids).logits.clone()
+    with torch.no_grad():
+        for p in model.base_model.layers.parameters():
+            p.add_(1.0)
+    assert torch.equal(frozen(ids).logits, before) and not torch.equal(model(ids).logits, before)
+
+
+def test_a_gradient_can_be_taken_twice_of_one_checkpointed_pass():  # as nanoragen/gradients.py does
+    model = tiny_model(byte_tokenizer())
+    models.checkpoint_activations(model)
+    ids, weights = torch.tensor([[5, 6, 7, 8]]), list(model.parameters())
+    out = model(ids).logits.square().sum()
+    first = torch.autograd.grad(out, weights, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out, weights)))
+
+
+def test_r18_sampling_with_checkpointed_layers_keeps_its_cache(monkeypatch, caplog, recwarn):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer)
+    models.checkpoint_activations(model)
+    seen, sampling = counted(model, monkeypatch), Sampling(max_tokens=12, max_turns=2)
+    episodes = rollout(model, tokenizer, [Ladder()] * 2, [1, 1], [0, 0], sampling, env_name="ladder")
+    turns = max(len(e.turns) for e in episodes)
+    assert turns == 2 and sum(n > 1 for n in seen) <= turns  # the prompt, then what stands between two replies
+    assert len(seen) > 12 and len(caplog.records) + len(recwarn) <= 1
+
+
+def test_the_trainer_asks_for_it(monkeypatch, tmp_path, capsys):
+    def refuse(model):
+        raise ValueError(f"gradient_checkpointing: {type(model).__name__}")
+
+    monkeypatch.setattr(models, "checkpoint_activations", refuse)
+    with pytest.raises(SystemExit):
+        train.main(["--env", "bandit", "--gradient_checkpointing", "--out", str(tmp_path)])
+    assert "gradient_checkpointing: Llama" in capsys.readouterr().err
+
+
+def test_a_model_whose_layers_cannot_run_twice_is_one_line():
+    with pytest.raises(ValueError, match="^gradient_checkpointing: Linear has no layer made for it; valid: false$"):
+        models.checkpoint_activations(torch.nn.Linear(2, 2))
 
 
 def test_autocast():
