@@ -23,11 +23,12 @@ from nanoragen.model import autocast
 class Critic:
     def __init__(self, model, lr: float, schedule, weight_decay: float = 0.0):
         """model: a causal language model of transformers; schedule: update number -> factor of the peak rate lr."""
-        self.trunk = copy.deepcopy(model.base_model).requires_grad_(True)
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}  # under adapters: shared, not copied
+        self.trunk = copy.deepcopy(model.base_model, frozen)
         self.head = torch.nn.Linear(model.get_output_embeddings().weight.shape[1], 1).to(model.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        self.parameters = [*self.trunk.parameters(), *self.head.parameters()]
+        self.parameters = [p for p in self.trunk.parameters() if p.requires_grad] + [*self.head.parameters()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 

@@ -10,7 +10,7 @@ float32 master weights: a bfloat16 weight cannot take a step smaller than 1/256 
 otherwise (evaluation of a large model).
 
 Attention: flash_attention_2 on CUDA where flash-attn is installed and the model can use it, else what transformers picks
-(SDPA). Left out: quantised training, adapters, several GPUs, code from the hub (trust_remote_code is never set).
+(SDPA). Adapters: nanoragen/lora.py. Left out: quantised training, several GPUs, code from the hub (trust_remote_code is never set).
 """
 
 import copy
@@ -91,6 +91,23 @@ def load(name="nano", *, device=None, dtype=None):
     return model.eval(), tokenizer
 
 
+def load_policy(c, saved=None):
+    """(model, tokenizer) that a run trains, as its settings c say: whole or by adapters, layers checkpointed or not.
+
+    saved: checkpoint to go on from. Adapters stand on the weights that the run began with; the checkpoint's have them merged in.
+    """
+    from nanoragen import lora
+
+    model, tokenizer = load(str(c.model if c.lora else saved or c.model), device=c.device)
+    if c.gradient_checkpointing:
+        checkpoint_activations(model)
+    if c.lora:
+        lora.adapt(model, c.lora, c.lora_alpha, c.seed)
+        if saved:
+            lora.load(model, saved)
+    return model, tokenizer
+
+
 def _gguf_arguments() -> dict:
     """What makes transformers unpack a GGUF file. Before it could keep the blocks packed, it always did."""
     import transformers
@@ -130,7 +147,11 @@ def pick_device(device=None):
 
 
 def reference(model):
-    """A frozen copy, for the KL penalty."""
+    """The model as it is, frozen, for the KL penalty: a copy, or of an adapted model what is under the adapters, not copied."""
+    from nanoragen import lora
+
+    if lora.adapted(model):
+        return lora.without(model)
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
