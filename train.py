@@ -304,7 +304,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     import numpy as np
     import torch
 
-    from nanoragen import advantages, checkpoint, collapse, faults, gradients, metrics, report
+    from nanoragen import advantages, checkpoint, collapse, faults, gradients, memory, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch
     from nanoragen.critic import Critic
@@ -345,6 +345,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     bar.initial = bar.n = done
     say, phase = bar.write, lambda text: bar.set_description_str(text)
     say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
+    for text in memory.lines(model, tokenizer, c, envs[0], sampling):
+        say(text)
 
     def held_out(n, label):
         phase(f"evaluation ({label})")
