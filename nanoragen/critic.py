@@ -17,7 +17,7 @@ import math
 import torch
 
 from nanoragen.batch import micro_batches, on_tokens
-from nanoragen.model import autocast
+from nanoragen.model import autocast, forward_inputs
 
 
 class Critic:
@@ -43,8 +43,9 @@ class Critic:
     def score(self, batch, rows):
         """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""
         part = batch.select(rows)
-        hidden = self.trunk(input_ids=part.ids, attention_mask=part.attention_mask, use_cache=False).last_hidden_state
-        return self.head(hidden[:, :-1][part.mask[:, 1:]]).squeeze(1).float()
+        inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:])
+        hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
+        return self.head(hidden[wanted]).squeeze(1).float()
 
     def values(self, batch, rows, c) -> torch.Tensor:
         """The values of some episodes, 0 elsewhere. [B, T]"""
