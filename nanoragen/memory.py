@@ -2,19 +2,19 @@
 
     for text in lines(model, tokenizer, c, env, sampling): say(text)
 
-In bytes, of P weights (float32), of which U are trained; s bytes a number in the forward passes (2 under bfloat16 autocast, else 4):
+In bytes, of P weights (float32), of which U are trained; s bytes a number in the forward passes (bfloat16 autocast: 2, else 4):
 
     weights      4 P
     gradients    4 U                        optimizer  8 U (two moments of AdamW)
     reference    4 P with --beta            0 with --lora, which shares the weights
     critic       16 U with --algo ppo       a copy of what is trained, its gradients and moments
     KV cache     2 s L V C                  keys and values of C tokens: the episodes generated at a time, each as long as can be
-    activations  (16 H + s (x H + 5 A + 4 I)) L N       N tokens of the largest micro-batch, padding counted; x = 2, under autocast 5
+    activations  (16 H + s (x H + 5 A + 4 I)) L N       N padded tokens of the largest micro-batch; x = 2, under autocast 5
                  with --gradient_checkpointing 4 H L N, and the layer that runs again: L = 1
                  and 2 P under autocast, for weights in bfloat16
 
-L layers of width H, heads x head size A (V: key heads x head size), feed-forward width I. In a layer are kept: the input of each norm
-and its normalised form, in float32; the inputs of the projections (autocast casts for each anew); queries, keys and values as
+L layers of width H, heads x head size A (V: key heads x head size), feed-forward width I. In a layer are kept: the input of each
+norm and its normalised form, in float32; the inputs of the projections (autocast casts for each anew); queries, keys and values as
 attention takes them (repeated for grouped heads), its output twice; gate, activation, up and their product. The total is the larger
 of rollout (KV cache) and update (gradients, activations). Left out: logits, workspaces, fragmentation, attention that holds its
 T x T table, experts, several GPUs.

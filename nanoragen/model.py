@@ -159,7 +159,7 @@ def reference(model):
 def checkpoint_activations(model):
     """Gradient checkpointing, in place: a decoder layer keeps its input alone, and runs again in the backward pass.
 
-    Not by transformers' own switch, which works in training mode only: there dropout would be on, and sampling and scoring disagree.
+    Not by transformers' own switch: it works in training mode only, where dropout is on, and sampling and scoring disagree.
     Where no gradient is taken the layers run as they are, so that sampling keeps its KV cache. Copies of the model do the same.
     ValueError where transformers marks no layer of this model as one that can be run again.
     """
