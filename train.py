@@ -102,7 +102,7 @@ class Config:
     epochs: int = flag(1, "passes over a step's episodes", "actor_rollout_ref.actor.ppo_epochs")
     minibatches: int = flag(4, "updates in a pass", "actor_rollout_ref.actor.ppo_mini_batch_size")
     micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
-    micro_tokens: int = flag(0, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
+    micro_tokens: int = flag(4096, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
     gradient_checkpointing: bool = flag(
         False, "layers run twice, and keep less for the backward pass", "actor_rollout_ref.model.enable_gradient_checkpointing"
     )

@@ -24,7 +24,7 @@ def nano():
 def test_the_bundled_model_by_hand(nano):
     """6 layers, H = A = 128, V = 64, I = 384; 128 episodes of 600 tokens, 32 in a micro-batch."""
     weights = sum(p.numel() for p in nano.parameters())
-    found = memory.estimate(nano.config, weights, weights, Config(), 600, 4)
+    found = memory.estimate(nano.config, weights, weights, Config(micro_tokens=0), 600, 4)
     assert weights == 1_273_600 and found == {
         "weights": 5_094_400, "gradients": 5_094_400, "optimizer": 10_188_800, "reference": 0, "critic": 0,
         "KV cache": 235_929_600,  # 2 x 4 x 6 x 64 x 600 x 128
@@ -37,8 +37,8 @@ def test_half_a_billion_weights_by_hand():
     """24 layers, H = A = 896, V = 128, I = 4864; bfloat16 autocast; 128 episodes of 1000 tokens, 4 in a micro-batch."""
     with torch.device("meta"):
         P = sum(p.numel() for p in AutoModelForCausalLM.from_config(QWEN).parameters())
-    base = {"groups": 8, "group_size": 16, "micro_batch": 4}
-    of = lambda U=P, **more: memory.estimate(QWEN, P, U, Config(**base, **more), 1000, 2)
+    base = {"groups": 8, "group_size": 16, "micro_batch": 4, "micro_tokens": 0}
+    of = lambda U=P, **more: memory.estimate(QWEN, P, U, Config(**{**base, **more}), 1000, 2)
     found = of(beta=0.1)
     assert P == 494_032_768 and found == {
         "weights": 1_976_131_072, "gradients": 1_976_131_072, "optimizer": 3_952_262_144, "reference": 1_976_131_072, "critic": 0,
