@@ -105,10 +105,12 @@ class Config:
     epochs: int = flag(1, "passes over a step's episodes", "actor_rollout_ref.actor.ppo_epochs")
     minibatches: int = flag(4, "updates in a pass", "actor_rollout_ref.actor.ppo_mini_batch_size")
     micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
-    micro_tokens: int = flag(0, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
+    micro_tokens: int = flag(4096, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
     gradient_checkpointing: bool = flag(
         False, "layers run twice, and keep less for the backward pass", "actor_rollout_ref.model.enable_gradient_checkpointing"
     )
+    lora: int = flag(0, "rank of adapters that train in place of the weights; 0: none (needs peft)", "lora.rank")
+    lora_alpha: float = flag(0.0, "their scale is lora_alpha / lora; 0: twice the rank", "lora.alpha")
     clip_low: float = flag(0.0, "the ratio is clipped below 1 - clip_low; inf: not", "actor_rollout_ref.actor.clip_ratio_low")
     clip_high: float = flag(0.0, "and above 1 + clip_high; inf: not", "actor_rollout_ref.actor.clip_ratio_high")
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
@@ -307,7 +309,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     import numpy as np
     import torch
 
-    from nanoragen import advantages, checkpoint, collapse, faults, gradients, metrics, report
+    from nanoragen import advantages, checkpoint, collapse, faults, gradients, memory, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch
     from nanoragen.critic import Critic
@@ -320,9 +322,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     torch.manual_seed(c.seed)
     options = env_options(c)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    start_model = models.load(c.model, device=model.device)[0] if saved and c.beta > 0 else model
+    start_model = models.load(c.model, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
     reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
-    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
+    trained = [p for p in model.parameters() if p.requires_grad]  # all, or the adapters
+    optimizer = torch.optim.AdamW(trained, lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
     updates = c.steps * c.epochs * c.minibatches
     schedule = partial(learning_rate, updates=updates, c=c)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
@@ -350,6 +353,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     bar.initial = bar.n = done
     say, phase = bar.write, lambda text: bar.set_description_str(text)
     say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
+    for text in memory.lines(model, tokenizer, c, envs[0], sampling):
+        say(text)
 
     def held_out(n, label):
         phase(f"evaluation ({label})")
@@ -535,7 +540,8 @@ def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
         raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
     c = cli.parse(Config, ["--config", str(out / "config.json"), *argv], "train.py", "")
     began = cli.parse(Config, ["--config", str(out / "config.json")], "train.py", "")
-    for key in ("env", "env_options", "data", "model", "algo", "baseline"):  # what there is to restore, and to compare with, depends on them
+    # what there is to restore, and to compare with, depends on them
+    for key in ("env", "env_options", "data", "model", "algo", "baseline", "lora", "lora_alpha"):
         own, asked = getattr(began, key), getattr(c, key)
         if asked != own:
             raise ValueError(f"{key}: {asked} with --resume of a run of {own}; valid: {own}, or a run of its own")
@@ -558,9 +564,7 @@ def main(argv=None):
         from nanoragen.chat import Chat
         from nanoragen.faults import TooManyFaults
 
-        model, tokenizer = models.load(str(saved or c.model), device=device)
-        if c.gradient_checkpointing:
-            models.checkpoint_activations(model)
+        model, tokenizer = models.load_policy(c, saved, device)
         Chat(tokenizer)  # a model without a chat template cannot play
     except ValueError as e:
         cli.fail("train.py", e)

@@ -2,7 +2,7 @@
 
 Masks come from the episodes (that is, from the sampler), never from looking for an id, so the padding id may be the
 end-of-turn id. Padding is on the right: position ids are 0, 1, 2, ... without being given, as for an episode alone.
-B episodes, T tokens of the longest. Left out for now: packing.
+B episodes, T tokens of the longest. Packing, without padding, happens on the way into the model: `model.forward_inputs`.
 """
 
 from dataclasses import dataclass

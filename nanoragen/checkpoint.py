@@ -26,9 +26,12 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
     state: what JSON can hold, and comes back equal. The files: config, safetensors, tokenizer and chat template
-    (save_pretrained), optimizer.pt, scheduler.pt, critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
+    (save_pretrained), adapter/ (if there is one; the weights have it merged in), optimizer.pt, scheduler.pt, critic.pt (if there is
+    one), random.pt, trainer_state.json, complete.json.
     """
     import torch
+
+    from nanoragen import lora
 
     run_dir = Path(run_dir)
     folder = run_dir / folder_name(step)
@@ -36,7 +39,7 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     for left in run_dir.glob("step_*.tmp"):  # of an earlier process, killed while it saved
         shutil.rmtree(left)
     temporary.mkdir(parents=True)
-    model.save_pretrained(temporary)
+    lora.save(model, temporary)
     tokenizer.save_pretrained(temporary)
     for name, part in (("optimizer", optimizer), ("scheduler", scheduler), ("critic", critic)):
         if part is not None:

@@ -18,17 +18,18 @@ import torch
 
 from nanoragen import distributed
 from nanoragen.batch import micro_batches, on_tokens
-from nanoragen.model import autocast
+from nanoragen.model import autocast, forward_inputs
 
 
 class Critic:
     def __init__(self, model, lr: float, schedule, weight_decay: float = 0.0):
         """model: a causal language model of transformers; schedule: update number -> factor of the peak rate lr."""
-        self.trunk = copy.deepcopy(model.base_model).requires_grad_(True)
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}  # under adapters: shared, not copied
+        self.trunk = copy.deepcopy(model.base_model, frozen)
         self.head = torch.nn.Linear(model.get_output_embeddings().weight.shape[1], 1).to(model.device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        self.parameters = [*self.trunk.parameters(), *self.head.parameters()]
+        self.parameters = [p for p in self.trunk.parameters() if p.requires_grad] + [*self.head.parameters()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 
@@ -43,8 +44,9 @@ class Critic:
     def score(self, batch, rows):
         """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""
         part = batch.select(rows)
-        hidden = self.trunk(input_ids=part.ids, attention_mask=part.attention_mask, use_cache=False).last_hidden_state
-        return self.head(hidden[:, :-1][part.mask[:, 1:]]).squeeze(1).float()
+        inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:])
+        hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
+        return self.head(hidden[wanted]).squeeze(1).float()
 
     def values(self, batch, rows, c) -> torch.Tensor:
         """The values of some episodes, 0 elsewhere. [B, T]"""

@@ -10,7 +10,8 @@ float32 master weights: a bfloat16 weight cannot take a step smaller than 1/256 
 otherwise (evaluation of a large model).
 
 Attention: flash_attention_2 on CUDA where flash-attn is installed and the model can use it, else what transformers picks
-(SDPA). Left out: quantised training, adapters, a model spread over several GPUs, code from the hub (trust_remote_code is never set).
+(SDPA). With flash_attention_2 training packs a micro-batch into one row without padding. Adapters: nanoragen/lora.py.
+Left out: quantised training, a model spread over several GPUs, code from the hub (trust_remote_code is never set).
 """
 
 import copy
@@ -91,6 +92,23 @@ def load(name="nano", *, device=None, dtype=None):
     return model.eval(), tokenizer
 
 
+def load_policy(c, saved=None, device=None):
+    """(model, tokenizer) that a run trains, as its settings c say: whole or by adapters, layers checkpointed or not.
+
+    saved: checkpoint to go on from; device: None is the settings' own. Adapters stand on the weights that the run began with; the checkpoint's have them merged in.
+    """
+    from nanoragen import lora
+
+    model, tokenizer = load(str(c.model if c.lora else saved or c.model), device=device or c.device)
+    if c.gradient_checkpointing:
+        checkpoint_activations(model)
+    if c.lora:
+        lora.adapt(model, c.lora, c.lora_alpha, c.seed)
+        if saved:
+            lora.load(model, saved)
+    return model, tokenizer
+
+
 def _gguf_arguments() -> dict:
     """What makes transformers unpack a GGUF file. Before it could keep the blocks packed, it always did."""
     import transformers
@@ -130,14 +148,18 @@ def pick_device(device=None):
 
 
 def reference(model):
-    """A frozen copy, for the KL penalty."""
+    """The model as it is, frozen, for the KL penalty: a copy; of an adapted model what is under the adapters, not copied."""
+    from nanoragen import lora
+
+    if lora.adapted(model):
+        return lora.without(model)
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def checkpoint_activations(model):
     """Gradient checkpointing, in place: a decoder layer keeps its input alone, and runs again in the backward pass.
 
-    Not by transformers' own switch, which works in training mode only: there dropout would be on, and sampling and scoring disagree.
+    Not by transformers' own switch: it works in training mode only, where dropout is on, and sampling and scoring disagree.
     Where no gradient is taken the layers run as they are, so that sampling keeps its KV cache. Copies of the model do the same.
     ValueError where transformers marks no layer of this model as one that can be run again.
     """
@@ -186,15 +208,34 @@ def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=T
     from nanoragen.kernels.logprob import logprob_entropy
 
     fused = fused and head_is_all(model)
-    targets, logits, hidden = ids[:, 1:][sampled], *_through_head(
-        model, lambda x: x[:, :-1][sampled][None], run_head=not fused, input_ids=ids, attention_mask=attention_mask
-    )
+    inputs, wanted = forward_inputs(model, ids, attention_mask, sampled)
+    targets, logits, hidden = ids[:, 1:][sampled], *_through_head(model, lambda x: x[wanted][None], run_head=not fused, **inputs)
     if not fused:
         return logprob_entropy(logits[0], targets, temperature=temperature)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))  # as the head itself would have
     head = model.get_output_embeddings()
     return linear_logprob_entropy(hidden[0], head.weight, targets, bias=head.bias, temperature=temperature)
+
+
+def forward_inputs(model, ids, attention_mask, sampled, packed=None):
+    """(inputs, wanted): what to run a model on, and the mask that picks, from its hidden states, those before sampled tokens.
+
+    ids, attention_mask [B, T] and sampled [B, T-1] as in `sampled_scores`; hidden[wanted] is [P, D], in reading order. packed: the
+    episodes in one row [1, N] without padding, positions starting at 0 with each: so flash-attn's variable-length kernel is told
+    where one ends. None: where the model uses that kernel, and nothing in it carries a state from token to token.
+    """
+    import torch
+
+    if packed is None:
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        attends = kinds <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
+        packed = attends and getattr(model.config, "_attn_implementation", None) == "flash_attention_2"
+    wanted, real = torch.nn.functional.pad(sampled, (0, 1)), attention_mask.bool()
+    if not packed:
+        return {"input_ids": ids, "attention_mask": attention_mask}, wanted
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    return {"input_ids": ids[real][None], "position_ids": positions[real][None]}, wanted[real][None]
 
 
 def _through_head(model, pick, run_head=True, **inputs):

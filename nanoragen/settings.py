@@ -42,6 +42,7 @@ def env_flags(c) -> str:
 
 def check(c):
     """ValueError for the first setting of a train.Config that cannot work."""
+    from nanoragen import lora
     from nanoragen.envs.registry import make
     from nanoragen.metrics import check_trackers
     from nanoragen.model import locate
@@ -55,7 +56,7 @@ def check(c):
             raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
     for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "mi_every", "grad_every", "eval_every", "save_every",
                 "final_episodes", "eval_episodes", "seed", "lr_warmup", "weight_decay", "beta", "env_timeout", "loss_length",
-                "value_clip", "filter_eps", "reward_noise", "micro_tokens"):  # fmt: skip
+                "value_clip", "filter_eps", "reward_noise", "micro_tokens", "lora", "lora_alpha"):  # fmt: skip
         if not 0 <= getattr(c, key) < math.inf:
             raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 or more")
     for key in ("clip_low", "clip_high"):
@@ -80,6 +81,7 @@ def check(c):
     for key in ("gamma", "lam", "turn_gamma", "turn_lam", "quantile"):
         if not 0 <= getattr(c, key) <= 1:
             raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 to 1")
+    lora.check(c.lora)
     check_algorithm(c)
     locate(c.model)
     whole = c.filter == "top_k_abs"
@@ -104,6 +106,7 @@ def check_algorithm(c):
         ("turn_gamma", c.bi_level or c.turn_gamma == 1, "no --bi_level", "--bi_level"),
         ("turn_lam", c.bi_level or c.turn_lam == 1, "no --bi_level", "--bi_level"),
         ("loss_length", normed or not c.loss_length, f"--aggregation {c.aggregation}", "--aggregation seq_mean_token_sum_norm"),
+        ("lora_alpha", c.lora or not c.lora_alpha, "--lora 0", "--lora RANK"),
         ("filter_eps", c.filter in ("ragen", "top_p") or not c.filter_eps, f"--filter {c.filter}", "--filter top_p"),
         *((k, c.filter != "ragen" or getattr(c, k) == v, "--filter ragen", f"{v}, or --filter top_p")
           for k, v in RAGEN_FILTER.items()),

@@ -141,7 +141,7 @@ def test_dependencies_have_lower_bounds_only(wheel):
     assert required and all(">=" in r and "==" not in r.split(";")[0] and "<" not in r.split(";")[0] for r in required)
     assert any(r.startswith("triton>=") and "Linux" in r for r in required)
     extras = {line.removeprefix("Provides-Extra: ") for line in metadata.splitlines() if line.startswith("Provides-Extra: ")}
-    assert {"flash", "envs", "log", "test", "gguf"} <= extras
+    assert {"flash", "envs", "log", "test", "gguf", "lora"} <= extras
 
 
 def test_ci_runs_the_readmes_test_command(tmp_path):

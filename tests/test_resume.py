@@ -20,6 +20,7 @@ SETTINGS = {
     "dr_grpo": ["--algo", "dr_grpo", "--soft_reweight"],
     "dapo": ["--algo", "dapo", "--scale", "per_reward", "--filter", "ragen"],
     "rloo": ["--algo", "rloo", "--credit", "turn"],
+    "adapters": ["--lora", "2", "--beta", "0.1", "--algo", "ppo", "--filter", "none", "--gradient_checkpointing"],
     "ppo": ["--algo", "ppo", "--filter", "none", "--bi_level", "--turn_gamma", "0.95", "--value_clip", "0.5"],
 }  # fmt: skip
 
@@ -40,6 +41,8 @@ def killed_after(step, monkeypatch):
 
 @pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS.keys())
 def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkeypatch):
+    if "--lora" in more:
+        pytest.importorskip("peft")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train.main([*SMALL, *more, "--out", str(whole)])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -58,6 +61,10 @@ def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkey
     assert (a / "critic.pt").is_file() == ("ppo" in more)
     if "ppo" in more:
         assert (a / "critic.pt").read_bytes() == (b / "critic.pt").read_bytes()
+    assert (a / "adapter").is_dir() == ("--lora" in more)
+    if "--lora" in more:
+        x, y = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (a, b))
+        assert x and all(torch.equal(x[k], y[k]) for k in x) and any(k.endswith("lora_B.weight") and v.any() for k, v in x.items())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

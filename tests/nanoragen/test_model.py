@@ -275,6 +275,63 @@ def test_sampled_scores_are_those_of_the_full_logits(kind, fused):
     torch.testing.assert_close(model(input_ids=ids).logits.shape[:2], (3, 9))  # the hook is gone
 
 
+def ragged():
+    torch.manual_seed(0)
+    ids, attention = torch.randint(5, 60, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    attention[0, 4:] = attention[2, 7:] = 0
+    sampled = (torch.rand(3, 8) < 0.6) & attention[:, 1:].bool()
+    assert sampled[0, 2] and sampled[1, 7]  # the last tokens of two rows: what follows them in the pack is another row's
+    return ids, attention, sampled
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("mask", ["ours", "by position"])
+def test_packed_rows_give_the_scores_and_gradient_of_padded_ones(kind, mask, monkeypatch):
+    """SDPA with a block-diagonal mask is the twin of the variable-length kernel: the same rows, the same positions."""
+    model, (ids, attention, sampled) = tiny_model(byte_tokenizer(), kind), ragged()
+    plain, weight = models.forward_inputs, torch.randn(2, int(sampled.sum()))
+
+    def packed(model, *batch):
+        inputs, wanted = plain(model, *batch, packed=True)
+        assert inputs["input_ids"].shape == (1, 4 + 9 + 7)
+        assert inputs["position_ids"][0].tolist() == [*range(4), *range(9), *range(7)]
+        if mask == "ours":  # not what transformers makes of the positions
+            block = torch.block_diag(*(torch.ones(n, n).tril() for n in (4, 9, 7)))
+            inputs["attention_mask"] = torch.zeros(20, 20).masked_fill(block == 0, torch.finfo(torch.float32).min)[None, None]
+        return inputs, wanted
+
+    found = []
+    for way in (plain, packed):
+        monkeypatch.setattr(models, "forward_inputs", way)
+        logprob, entropy = models.sampled_scores(model, ids, attention, sampled, 0.7)
+        gradient = torch.autograd.grad((weight[0] * logprob).sum() + (weight[1] * entropy).sum(), list(model.parameters()))
+        found.append((logprob, entropy, torch.cat([g.flatten() for g in gradient])))
+    for padded, got in zip(*found):
+        assert (got - padded).norm() < 1e-5 * padded.norm()
+
+
+def test_only_flash_attention_packs():
+    model, batch = tiny_model(byte_tokenizer()), ragged()
+    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "attention_mask"}
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "position_ids"}
+    model.config.layer_types = ["full_attention", "linear_attention"]  # its state would run on into the next episode
+    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.gpu
+def test_packing_under_flash_attention_equals_padding_under_sdpa():
+    pytest.importorskip("flash_attn")
+    model, (ids, attention, sampled) = tiny_model(byte_tokenizer()).cuda(), (t.cuda() for t in ragged())
+    found = []
+    for kernel in ("sdpa", "flash_attention_2"):
+        model.set_attn_implementation(kernel)
+        with models.autocast("cuda"):
+            logprob, entropy = models.sampled_scores(model, ids, attention, sampled)
+        found.append(torch.cat([logprob, entropy]))
+    assert (found[1] - found[0]).abs().max() < 0.1  # both in bfloat16; a token that sees another row is off by more than 1
+
+
 def test_fused_scores_never_hold_the_logits():
     model, shapes = tiny_model(byte_tokenizer()), []
     model.get_output_embeddings().register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
