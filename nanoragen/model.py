@@ -10,7 +10,8 @@ float32 master weights: a bfloat16 weight cannot take a step smaller than 1/256 
 otherwise (evaluation of a large model).
 
 Attention: flash_attention_2 on CUDA where flash-attn is installed and the model can use it, else what transformers picks
-(SDPA). Left out: quantised training, adapters, a model spread over several GPUs, code from the hub (trust_remote_code is never set).
+(SDPA). Left out: quantised training, adapters, a model spread over several GPUs, code from the hub (trust_remote_code is
+never set).
 """
 
 import copy
