@@ -69,8 +69,8 @@ def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: i
 def on_tokens(batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
     """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
 
-    rows: long, the same in every process; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: settings with micro_batch,
-    micro_tokens and dtype.
+    rows: long, the same in every process; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: micro_batch,
+    micro_tokens and dtype count.
     """
     table = torch.zeros(batch.ids.shape, device=batch.ids.device)
     for part in micro_batches(batch, distributed.share(rows), c.micro_batch, c.micro_tokens):

@@ -1,13 +1,13 @@
 """Several processes train one model: `torchrun --nproc_per_node=N train.py ...`. In one process every function here does nothing.
 
-Each process holds the whole model. Groups of episodes are split over them, and gathered again: so advantages, filter, MI and early
-stops see all episodes, and every process decides the same. Each scores and differentiates its share of every minibatch, with weights
-that count tokens over all of it: the gradients add up to those of one process. Only the first process writes and prints.
+Each process holds the whole model. Groups of episodes are split over them, and gathered again: so advantages, filter, MI and
+early stops see all episodes, and every process decides the same. Each scores and differentiates its share of every minibatch, with
+weights that count tokens over all of it: the gradients add up to those of one process. Only the first process writes and prints.
 
-The gradients are summed by hand: a step is a few backward passes and one update, and there the sum stands, where it is read. The
-wrapper DistributedDataParallel averages, while our weights want a sum; it sums at every backward pass; and it must be unwrapped to
-sample. Left out: FSDP2, for models that do not fit one device (sampling would gather the weights for every token), more than one
-machine's launch, and a process that joins or leaves.
+The gradients are summed by hand, where the update is read. The wrapper DistributedDataParallel averages, while our weights want a
+sum; it communicates in every backward pass, of which a minibatch has several; and a process without a row has none. Left out: FSDP2,
+for models that do not fit one device (sampling would gather the weights for every token), a split of the MI's matrix (it is small;
+every process makes all of it), and processes that join or leave.
 """
 
 import os

@@ -95,7 +95,8 @@ def load(name="nano", *, device=None, dtype=None):
 def load_policy(c, saved=None, device=None):
     """(model, tokenizer) that a run trains, as its settings c say: whole or by adapters, layers checkpointed or not.
 
-    saved: checkpoint to go on from; device: None is the settings' own. Adapters stand on the weights that the run began with; the checkpoint's have them merged in.
+    saved: checkpoint to go on from; device: None is the settings' own. Adapters stand on the weights that the run began with; the
+    checkpoint's have them merged in.
     """
     from nanoragen import lora
 

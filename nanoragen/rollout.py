@@ -386,9 +386,9 @@ def _generate(model, chat, sampling, turn, luck, **inputs) -> torch.Tensor:
         max_new_tokens=sampling.max_tokens, eos_token_id=chat.end_ids, pad_token_id=_pad_id(chat), use_cache=True,
     )  # fmt: skip
     luck = torch.tensor(luck, dtype=torch.float64, device=model.device)
-    draw = _Draw(luck, sampling.temperature, inputs["input_ids"].shape[1])
-    out = model.generate(**inputs, generation_config=config, logits_processor=[draw])
-    if draw.bad is not None and bool(draw.bad):
+    choose = _Draw(luck, sampling.temperature, inputs["input_ids"].shape[1])
+    out = model.generate(**inputs, generation_config=config, logits_processor=[choose])
+    if choose.bad is not None and bool(choose.bad):
         raise FloatingPointError(
             f"generate: the model's logits are NaN or infinite in turn {turn}; its weights are broken"
         )

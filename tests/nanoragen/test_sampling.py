@@ -70,7 +70,8 @@ def test_draw_gives_every_id_its_share_of_the_luck():
     edges = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53], dtype=torch.float64)  # 0 goes to none of probability 0
     assert draw(probs.expand(4, 6), edges).tolist() == [1, 3, 4, 4]
     many = torch.full((3, 200_000), 1 / 200_000)  # float32 sums would be off by more than an id
-    assert draw(many, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist() == pytest.approx([20_000, 100_000, 180_000], abs=1)
+    luck = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    assert draw(many, luck).tolist() == pytest.approx([20_000, 100_000, 180_000], abs=1)
 
 
 @pytest.mark.parametrize("keep_cache", [True, False])
