@@ -6,8 +6,9 @@
 
 Both train the same model on the same instances of the same environment, in the same Python and torch: float32, GRPO without KL,
 the same temperature, turns, tokens a turn, episodes, optimiser passes, updates and micro-batch. The learning rate is so small that
-the policy stays what it was, so both generate as much. Each trainer lives in a process of its own and takes one step when told to,
-while the others wait; the order changes from round to round; the median of each is printed.
+the policy stays what it was, and a step starts from the same random numbers: both sample the same tokens, which is checked. Each
+trainer lives in a process of its own and takes one step when told to, while the others wait; the order changes from round to
+round; the median of each is printed.
 
     nanoragen   train.py's own loop; the filter is off, so that every episode trains, as it does in TRL
     TRL         GRPOTrainer. TRL leaves the loop over turns to the user; here it is the same as in its own loop over tool calls: each
@@ -19,6 +20,7 @@ Counted is from the first rollout to the last update of a step; logging and eval
 """
 
 import argparse
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -66,14 +68,23 @@ class Turns:
     """Wait to be told, and answer with what a step took. The answers go to the real stdout, everything else to stderr."""
 
     def __init__(self):
-        self.answers, sys.stdout = sys.stdout, sys.stderr
+        self.answers, sys.stdout, self.number = sys.stdout, sys.stderr, 0
 
     def wait(self):
+        import torch
+
         if sys.stdin.readline() != TOLD:
             os._exit(0)
+        self.number += 1
+        torch.manual_seed(self.number)
 
     def answer(self, **found):
         print(ANSWER + json.dumps(found), file=self.answers, flush=True)
+
+
+def digest(ids):
+    """Of the ids of all episodes in order: equal where all tokens are."""
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 def nanoragen_side(a, mi_every):
@@ -108,6 +119,7 @@ def nanoragen_side(a, mi_every):
                 turns.answer(
                     seconds=line["step_time"], rollout=line["time/rollout"], diagnosis=line["time/diagnosis"],
                     turns=mean(len(e["turns"]) for e in played), tokens=sum(sum(e["mask"]) for e in played),
+                    sampled=digest([e["ids"] for e in played]),
                 )  # fmt: skip
                 turns.wait()
 
@@ -180,7 +192,8 @@ def trl_side(a):
             playing = staying
             if not playing:
                 break
-        clock.update(rolled=time.perf_counter(), turns=mean(replies), tokens=sum(map(sum, mask)))
+        ids = [p + c for p, c in zip(prompt_ids, completion)]
+        clock.update(rolled=time.perf_counter(), turns=mean(replies), tokens=sum(map(sum, mask)), ids=ids)
         return {"prompt_ids": prompt_ids, "completion_ids": completion, "logprobs": None, "env_mask": mask, "reward": reward}
 
     class Clock(TrainerCallback):
@@ -192,9 +205,8 @@ def trl_side(a):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step % updates == 0:
                 end, start, rolled = time.perf_counter(), clock["start"], clock["rolled"]
-                turns.answer(
-                    seconds=end - start, rollout=rolled - start, diagnosis=0.0, turns=clock["turns"], tokens=clock["tokens"]
-                )
+                counts = {"turns": clock["turns"], "tokens": clock["tokens"], "sampled": digest(clock["ids"])}
+                turns.answer(seconds=end - start, rollout=rolled - start, diagnosis=0.0, **counts)
 
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
@@ -249,11 +261,15 @@ def main():
     processes = {side: subprocess.Popen([*command, side], **pipe) for side in SIDES}
     found = {side: [] for side in SIDES}
     for number in range(a.steps + 1):
+        sampled = set()
         for side in list(SIDES)[:: -1 if number % 2 else 1]:
             took = step(processes[side])
             print(f"step {number} of {a.steps}: {side}: {took['seconds']:.2f} s, rollout {took['rollout']:.2f} s", file=sys.stderr)
+            sampled.add(took["sampled"])
             if number:  # the first step warms up
                 found[side].append(took)
+        if len(sampled) > 1:
+            print(f"step {number}: the trainers sampled different tokens, compare with care", file=sys.stderr)
     for process in processes.values():
         process.stdin.close()
         process.wait()
