@@ -2,7 +2,7 @@
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install -e . trl==1.16        # an environment of its own, CPU torch first
     /tmp/trl/bin/python tests/speed_trl.py                                    # prints one Markdown table
-    /tmp/trl/bin/python tests/speed_trl.py --groups 4 --steps 3 --minibatches 4
+    /tmp/trl/bin/python tests/speed_trl.py --groups 4 --steps 3 --minibatches 4 --micro_batch 8
 
 Both train the same model on the same instances of the same environment, in the same Python and torch: float32, GRPO without KL,
 the same temperature, turns, tokens a turn, episodes, optimiser passes, updates and micro-batch. The learning rate is so small that
@@ -10,7 +10,8 @@ the policy stays what it was, and a step starts from the same random numbers: bo
 trainer lives in a process of its own and takes one step when told to, while the others wait; the order changes from round to
 round; the median of each is printed.
 
-    nanoragen   train.py's own loop; the filter is off, so that every episode trains, as it does in TRL
+    nanoragen   train.py's own loop; without the filter every episode trains, as in TRL, and with it only groups that hold signal, so
+                compare that row as what a user waits, not as the same work
     TRL         GRPOTrainer. TRL leaves the loop over turns to the user; here it is the same as in its own loop over tool calls: each
                 turn one batched `generate` of the episodes that still play, on their ids so far, padded on the left. Replies are parsed
                 and environments stepped as in nanoragen. No log-probs are returned, because without vLLM TRL does not read them.
@@ -87,7 +88,7 @@ def digest(ids):
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
-def nanoragen_side(a, mi_every):
+def nanoragen_side(a, **settings):
     """train.py's loop, held up where it moves its progress bar: after a step and before the next."""
     import train
     from nanoragen.model import load
@@ -97,10 +98,10 @@ def nanoragen_side(a, mi_every):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         c = train.Config(
-            env=a.env, env_options=a.env_options, model=a.model, algo="grpo", filter="none", groups=a.groups, group_size=a.group_size,
+            env=a.env, env_options=a.env_options, model=a.model, algo="grpo", groups=a.groups, group_size=a.group_size,
             max_turns=a.max_turns, max_actions_per_turn=a.max_actions_per_turn, max_tokens=a.max_tokens, minibatches=a.minibatches,
-            micro_batch=a.micro_batch, lr=1e-9, steps=a.steps + 2, mi_every=mi_every, eval_every=0, final_episodes=1, save_every=0,
-            early_stop="none", device="cpu", out=folder,
+            micro_batch=a.micro_batch, lr=1e-9, steps=a.steps + 2, eval_every=0, final_episodes=1, save_every=0,
+            early_stop="none", device="cpu", out=folder, **settings,
         )  # fmt: skip
 
         class Bar:
@@ -228,8 +229,9 @@ def trl_side(a):
 
 SIDES = {
     "TRL": trl_side,
-    "nanoragen": lambda a: nanoragen_side(a, 0),
-    "nanoragen, collapse measured": lambda a: nanoragen_side(a, 1),
+    "nanoragen": lambda a: nanoragen_side(a, filter="none", mi_every=0),
+    "nanoragen, collapse measured": lambda a: nanoragen_side(a, filter="none", mi_every=1),
+    "nanoragen, collapse measured, filter top_p 0.9 (its defaults)": lambda a: nanoragen_side(a, filter="top_p", mi_every=1),
 }
 
 
