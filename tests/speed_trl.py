@@ -10,14 +10,15 @@ the policy stays what it was, and a step starts from the same random numbers: bo
 trainer lives in a process of its own and takes one step when told to, while the others wait; the order changes from round to
 round; the median of each is printed.
 
-    nanoragen   train.py's own loop; without the filter every episode trains, as in TRL, and with it only groups that hold signal, so
-                compare that row as what a user waits, not as the same work
-    TRL         GRPOTrainer. TRL leaves the loop over turns to the user; here it is the same as in its own loop over tool calls: each
-                turn one batched `generate` of the episodes that still play, on their ids so far, padded on the left. Replies are parsed
-                and environments stepped as in nanoragen. No log-probs are returned, because without vLLM TRL does not read them.
-                Gradient checkpointing and bf16, its defaults, are off.
+    nanoragen   train.py's own loop. Without the filter every episode trains, as in TRL. With it only groups that hold signal do:
+                that row is what a user waits, not the same work
+    TRL         GRPOTrainer. TRL leaves the loop over turns to the user; here it is as in its own loop over tool calls: each turn
+                one batched `generate` of the episodes that still play, on their ids so far, padded on the left. Replies are
+                parsed and environments stepped as in nanoragen. No log-probs are returned, because without vLLM TRL does not
+                read them. Gradient checkpointing and bf16, its defaults, are off.
 
-Counted is from the first rollout to the last update of a step; logging and evaluation are not. Not a test: pytest does not collect it.
+Counted is from the first rollout to the last update of a step; logging and evaluation are not. Not a test: pytest does not
+collect it.
 """
 
 import argparse
@@ -36,6 +37,9 @@ from statistics import mean, median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+from nanoragen import cli  # noqa: E402
+
 TOLD, ANSWER = "go\n", "step "
 
 
@@ -140,7 +144,6 @@ def trl_side(a):
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from nanoragen import cli
     from nanoragen.chat import Chat, parse_reply
     from nanoragen.envs.base import train_seeds
     from nanoragen.envs.registry import make
@@ -251,7 +254,7 @@ def step(process):
 def main():
     a = arguments()
     if importlib.util.find_spec("trl") is None:
-        sys.exit("speed_trl.py: trl is not installed; valid: an environment with trl==1.16 (see the first lines of this file)")
+        cli.fail("speed_trl.py", "trl is not installed; valid: an environment with trl==1.16 (see the first lines of this file)")
     if a.side:
         import torch
 
@@ -278,14 +281,21 @@ def main():
 
     version = importlib.metadata.version
     print(
-        f"{a.env}, model {a.model}, float32 on a CPU, {a.threads} threads; TRL {version('trl')}, transformers {version('transformers')}, "
-        f"torch {version('torch')}: {a.groups} prompts x {a.group_size} episodes, at most {a.max_turns} turns of {a.max_tokens} tokens and "
-        f"{a.max_actions_per_turn} actions, {a.minibatches} update(s) a step, micro-batches of {a.micro_batch}; "
-        f"median of {a.steps} interleaved steps.\n"
+        f"{a.env}, model {a.model}, float32 on a CPU, {a.threads} threads; TRL {version('trl')}, transformers "
+        f"{version('transformers')}, torch {version('torch')}: {a.groups} prompts x {a.group_size} episodes, at most {a.max_turns} "
+        f"turns of {a.max_tokens} tokens and {a.max_actions_per_turn} actions, {a.minibatches} update(s) a step, micro-batches of "
+        f"{a.micro_batch}; median of {a.steps} interleaved steps.\n"
     )
-    print(
-        "| trainer | s a step | of which rollout | diagnosis | rest (advantages, loss, update) | turns an episode | tokens a step | TRL's time / its |"
+    columns = (
+        "trainer",
+        "s a step",
+        "rollout",
+        "diagnosis",
+        "rest (advantages, loss, update)",
+        "turns an episode",
+        "tokens a step",
     )
+    print("| " + " | ".join([*columns, "TRL's time / its"]) + " |")
     print("|---|---|---|---|---|---|---|---|")
     for side, steps in found.items():
         rest = median(s["seconds"] - s["rollout"] - s["diagnosis"] for s in steps)
