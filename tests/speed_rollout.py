@@ -86,8 +86,9 @@ def main():
     turns = [len(e.turns) for e in episodes]
     print(
         f"{a.env} ({a.env_options}), model {a.model}, float32 on {model.device}, {a.threads} threads, torch {torch.__version__}: "
-        f"{a.groups} prompts x {a.group_size} episodes, at most {a.max_turns} turns of {a.max_tokens} tokens, {a.max_actions_per_turn} "
-        f"action(s) a turn; on average {mean(turns):.1f} turns an episode, {sum(tokens) / sum(turns):.0f} sampled tokens a turn, "
+        f"{a.groups} prompts x {a.group_size} episodes, at most {a.max_turns} turns of {a.max_tokens} tokens, "
+        f"{a.max_actions_per_turn} action(s) a turn; on average {mean(turns):.1f} turns an episode, "
+        f"{sum(tokens) / sum(turns):.0f} sampled tokens a turn, "
         f"{mean(len(e.ids) for e in episodes):.0f} tokens of context at the end; median of {a.repeats} interleaved rounds.\n"
     )
     ways = list(WAYS)

@@ -2,23 +2,27 @@
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install -e . trl==1.16        # an environment of its own, CPU torch first
     /tmp/trl/bin/python tests/speed_trl.py                                    # prints one Markdown table
-    /tmp/trl/bin/python tests/speed_trl.py --groups 4 --steps 3 --minibatches 4
+    /tmp/trl/bin/python tests/speed_trl.py --groups 4 --steps 3 --minibatches 4 --micro_batch 8
 
 Both train the same model on the same instances of the same environment, in the same Python and torch: float32, GRPO without KL,
 the same temperature, turns, tokens a turn, episodes, optimiser passes, updates and micro-batch. The learning rate is so small that
-the policy stays what it was, so both generate as much. Each trainer lives in a process of its own and takes one step when told to,
-while the others wait; the order changes from round to round; the median of each is printed.
+the policy stays what it was, and a step starts from the same random numbers: both sample the same tokens, which is checked. Each
+trainer lives in a process of its own and takes one step when told to, while the others wait; the order changes from round to
+round; the median of each is printed.
 
-    nanoragen   train.py's own loop; the filter is off, so that every episode trains, as it does in TRL
-    TRL         GRPOTrainer. TRL leaves the loop over turns to the user; here it is the same as in its own loop over tool calls: each
-                turn one batched `generate` of the episodes that still play, on their ids so far, padded on the left. Replies are parsed
-                and environments stepped as in nanoragen. No log-probs are returned, because without vLLM TRL does not read them.
-                Gradient checkpointing and bf16, its defaults, are off.
+    nanoragen   train.py's own loop. Without the filter every episode trains, as in TRL. With it only groups that hold signal do:
+                that row is what a user waits, not the same work
+    TRL         GRPOTrainer. TRL leaves the loop over turns to the user; here it is as in its own loop over tool calls: each turn
+                one batched `generate` of the episodes that still play, on their ids so far, padded on the left. Replies are
+                parsed and environments stepped as in nanoragen. No log-probs are returned, because without vLLM TRL does not
+                read them. Gradient checkpointing and bf16, its defaults, are off.
 
-Counted is from the first rollout to the last update of a step; logging and evaluation are not. Not a test: pytest does not collect it.
+Counted is from the first rollout to the last update of a step; logging and evaluation are not. Not a test: pytest does not
+collect it.
 """
 
 import argparse
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -33,6 +37,9 @@ from statistics import mean, median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+from nanoragen import cli  # noqa: E402
+
 TOLD, ANSWER = "go\n", "step "
 
 
@@ -66,17 +73,26 @@ class Turns:
     """Wait to be told, and answer with what a step took. The answers go to the real stdout, everything else to stderr."""
 
     def __init__(self):
-        self.answers, sys.stdout = sys.stdout, sys.stderr
+        self.answers, sys.stdout, self.number = sys.stdout, sys.stderr, 0
 
     def wait(self):
+        import torch
+
         if sys.stdin.readline() != TOLD:
             os._exit(0)
+        self.number += 1
+        torch.manual_seed(self.number)
 
     def answer(self, **found):
         print(ANSWER + json.dumps(found), file=self.answers, flush=True)
 
 
-def nanoragen_side(a, mi_every):
+def digest(ids):
+    """Of the ids of all episodes in order: equal where all tokens are."""
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+def nanoragen_side(a, **settings):
     """train.py's loop, held up where it moves its progress bar: after a step and before the next."""
     import train
     from nanoragen.model import load
@@ -86,10 +102,10 @@ def nanoragen_side(a, mi_every):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         c = train.Config(
-            env=a.env, env_options=a.env_options, model=a.model, algo="grpo", filter="none", groups=a.groups, group_size=a.group_size,
+            env=a.env, env_options=a.env_options, model=a.model, algo="grpo", groups=a.groups, group_size=a.group_size,
             max_turns=a.max_turns, max_actions_per_turn=a.max_actions_per_turn, max_tokens=a.max_tokens, minibatches=a.minibatches,
-            micro_batch=a.micro_batch, lr=1e-9, steps=a.steps + 2, mi_every=mi_every, eval_every=0, final_episodes=1, save_every=0,
-            early_stop="none", device="cpu", out=folder,
+            micro_batch=a.micro_batch, lr=1e-9, steps=a.steps + 2, eval_every=0, final_episodes=1, save_every=0,
+            early_stop="none", device="cpu", out=folder, **settings,
         )  # fmt: skip
 
         class Bar:
@@ -108,6 +124,7 @@ def nanoragen_side(a, mi_every):
                 turns.answer(
                     seconds=line["step_time"], rollout=line["time/rollout"], diagnosis=line["time/diagnosis"],
                     turns=mean(len(e["turns"]) for e in played), tokens=sum(sum(e["mask"]) for e in played),
+                    sampled=digest([e["ids"] for e in played]),
                 )  # fmt: skip
                 turns.wait()
 
@@ -127,7 +144,6 @@ def trl_side(a):
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from nanoragen import cli
     from nanoragen.chat import Chat, parse_reply
     from nanoragen.envs.base import train_seeds
     from nanoragen.envs.registry import make
@@ -180,7 +196,8 @@ def trl_side(a):
             playing = staying
             if not playing:
                 break
-        clock.update(rolled=time.perf_counter(), turns=mean(replies), tokens=sum(map(sum, mask)))
+        ids = [p + c for p, c in zip(prompt_ids, completion)]
+        clock.update(rolled=time.perf_counter(), turns=mean(replies), tokens=sum(map(sum, mask)), ids=ids)
         return {"prompt_ids": prompt_ids, "completion_ids": completion, "logprobs": None, "env_mask": mask, "reward": reward}
 
     class Clock(TrainerCallback):
@@ -192,9 +209,8 @@ def trl_side(a):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step % updates == 0:
                 end, start, rolled = time.perf_counter(), clock["start"], clock["rolled"]
-                turns.answer(
-                    seconds=end - start, rollout=rolled - start, diagnosis=0.0, turns=clock["turns"], tokens=clock["tokens"]
-                )
+                counts = {"turns": clock["turns"], "tokens": clock["tokens"], "sampled": digest(clock["ids"])}
+                turns.answer(seconds=end - start, rollout=rolled - start, diagnosis=0.0, **counts)
 
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
@@ -216,8 +232,9 @@ def trl_side(a):
 
 SIDES = {
     "TRL": trl_side,
-    "nanoragen": lambda a: nanoragen_side(a, 0),
-    "nanoragen, collapse measured": lambda a: nanoragen_side(a, 1),
+    "nanoragen": lambda a: nanoragen_side(a, filter="none", mi_every=0),
+    "nanoragen, collapse measured": lambda a: nanoragen_side(a, filter="none", mi_every=1),
+    "nanoragen, collapse measured, filter top_p 0.9 (its defaults)": lambda a: nanoragen_side(a, filter="top_p", mi_every=1),
 }
 
 
@@ -237,7 +254,7 @@ def step(process):
 def main():
     a = arguments()
     if importlib.util.find_spec("trl") is None:
-        sys.exit("speed_trl.py: trl is not installed; valid: an environment with trl==1.16 (see the first lines of this file)")
+        cli.fail("speed_trl.py", "trl is not installed; valid: an environment with trl==1.16 (see the first lines of this file)")
     if a.side:
         import torch
 
@@ -249,25 +266,36 @@ def main():
     processes = {side: subprocess.Popen([*command, side], **pipe) for side in SIDES}
     found = {side: [] for side in SIDES}
     for number in range(a.steps + 1):
+        sampled = set()
         for side in list(SIDES)[:: -1 if number % 2 else 1]:
             took = step(processes[side])
             print(f"step {number} of {a.steps}: {side}: {took['seconds']:.2f} s, rollout {took['rollout']:.2f} s", file=sys.stderr)
+            sampled.add(took["sampled"])
             if number:  # the first step warms up
                 found[side].append(took)
+        if len(sampled) > 1:
+            print(f"step {number}: the trainers sampled different tokens, compare with care", file=sys.stderr)
     for process in processes.values():
         process.stdin.close()
         process.wait()
 
     version = importlib.metadata.version
     print(
-        f"{a.env}, model {a.model}, float32 on a CPU, {a.threads} threads; TRL {version('trl')}, transformers {version('transformers')}, "
-        f"torch {version('torch')}: {a.groups} prompts x {a.group_size} episodes, at most {a.max_turns} turns of {a.max_tokens} tokens and "
-        f"{a.max_actions_per_turn} actions, {a.minibatches} update(s) a step, micro-batches of {a.micro_batch}; "
-        f"median of {a.steps} interleaved steps.\n"
+        f"{a.env}, model {a.model}, float32 on a CPU, {a.threads} threads; TRL {version('trl')}, transformers "
+        f"{version('transformers')}, torch {version('torch')}: {a.groups} prompts x {a.group_size} episodes, at most {a.max_turns} "
+        f"turns of {a.max_tokens} tokens and {a.max_actions_per_turn} actions, {a.minibatches} update(s) a step, micro-batches of "
+        f"{a.micro_batch}; median of {a.steps} interleaved steps.\n"
     )
-    print(
-        "| trainer | s a step | of which rollout | diagnosis | rest (advantages, loss, update) | turns an episode | tokens a step | TRL's time / its |"
+    columns = (
+        "trainer",
+        "s a step",
+        "rollout",
+        "diagnosis",
+        "rest (advantages, loss, update)",
+        "turns an episode",
+        "tokens a step",
     )
+    print("| " + " | ".join([*columns, "TRL's time / its"]) + " |")
     print("|---|---|---|---|---|---|---|---|")
     for side, steps in found.items():
         rest = median(s["seconds"] - s["rollout"] - s["diagnosis"] for s in steps)
