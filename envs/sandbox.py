@@ -20,7 +20,6 @@ against a program that attacks the kernel itself.
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -111,6 +110,8 @@ def execute(
 @contextlib.contextmanager
 def _folder():
     """A temporary folder that this process holds a lock on, so that others can tell it from what a killed trainer left."""
+    import fcntl  # not on every system, and this file can be imported on all
+
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         handle = os.open(name, os.O_RDONLY)
         try:
@@ -123,6 +124,8 @@ def _folder():
 @functools.cache
 def _sweep():
     """Once in a process: remove the folders of trainers that were killed. Theirs are not locked; new ones not yet, so they stay."""
+    import fcntl
+
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         try:
             about = folder.lstat()
