@@ -160,7 +160,7 @@ def latex(rng):
 @pytest.mark.skipif(not math_judge.installed(), reason="math-verify is not installed (extra envs)")
 def test_math_answers_that_are_no_numbers(judge, monkeypatch):
     rng, name = random.Random(2), "math_qa, math-verify"
-    monkeypatch.setattr(math_judge, "TIME_LIMIT", 1.0)
+    monkeypatch.setattr(math_judge, "TIME_LIMIT", 0.5)
     assert math_judge.same("2\\sqrt2", "\\sqrt{8}")  # the process is there, and may be started anew when it was killed
 
     def verdict(answer):
@@ -172,7 +172,8 @@ def test_math_answers_that_are_no_numbers(judge, monkeypatch):
         judge(name, verdict, rng.choice(["{}", "${}$", "\\boxed{{}}", " {} ", "\\({}\\)"]).replace("{}", other), True)
         judge(name, verdict, wrong, False)
         for text in disguises(rng, gold, wrong, 6):
-            judge(name, verdict, text, False, watch=False)
+            if not any(slow in text for slow in ("**", "!!", "^2^2", "e9999")):  # BREAKING has them once: each costs a new process
+                judge(name, verdict, text, False, watch=False)
     for text in BREAKING:
         judge(name, verdict, text.replace("{r}", gold), False, watch=False)
     assert math_judge.same("2\\sqrt2", "\\sqrt{8}")
