@@ -171,11 +171,15 @@ def verdict(answer: str, first: int) -> tuple[str, str]:
             severity, data, at = message["severity"], str(message["data"]), int(message["pos"]["line"])
         except (ValueError, TypeError, KeyError, RecursionError):
             return "", "Lean gave an answer that cannot be read."
+        if severity not in ("error", "warning", "information", "info"):
+            return "", "Lean gave an answer that cannot be read."
         if severity == "error" and data.startswith("unsolved goals") and at <= first:
             goals.append(data.removeprefix("unsolved goals").strip())
         elif severity == "error":
             return "", data[:SHOWN]
-        elif found := re.fullmatch(rf"'{NAME}' (?:does not depend on any axioms|depends on axioms: \[(.*)\])", data, re.DOTALL):
+        elif severity != "warning" and (
+            found := re.fullmatch(rf"'{NAME}' (?:does not depend on any axioms|depends on axioms: \[(.*)\])", data, re.DOTALL)
+        ):
             axioms = {a.strip() for a in (found[1] or "").split(",")} - {""}
     if goals and goals[0]:
         return "\n".join(goals)[:SHOWN], ""

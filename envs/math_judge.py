@@ -4,14 +4,15 @@ Where the right answer is a plain number, the answer must be one too, and both a
 asked then: it takes 2 2/3 for 4/3, 41 = 42 for 42, 1/3 for 0.3333333, and a sum that was not worked out for its value. It judges
 what is no number (roots, intervals, polynomials, ...), with its tolerance taken away: two numbers must be exactly equal.
 
-It runs in a process of its own that a timer kills after TIME_LIMIT seconds, that may write no file and has MEMORY_LIMIT bytes,
-so no answer hangs, fills the memory or leaves anything behind. Needs the extra `envs`, and a Unix (timers, resource limits).
+It runs in a process of its own that a timer kills after TIME_LIMIT seconds, that may write no file, open no socket and start no
+process, and has MEMORY_LIMIT bytes, so no answer hangs, fills the memory or leaves anything behind. Needs the extra `envs`, and a Unix (timers, resource limits).
 What is a guess rather than an answer ("42 or 43", the question again, x > 41) is wrong without being asked about.
 """
 
 import functools
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -195,6 +196,8 @@ def serve():
     judge("\\sqrt{2}", "\\sqrt{8}")  # whatever is imported late is imported now
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    sys.dont_write_bytecode = True
+    sys.addaudithook(refuse)
     print("ready", flush=True)
     for line in sys.stdin:
         answer, gold, seconds = json.loads(line)
@@ -205,6 +208,13 @@ def serve():
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(verdict), flush=True)
+
+
+def refuse(event: str, args):
+    """An audit hook. PermissionError for what a judge has no use for, should a parser ever be led to it."""
+    begins = ("socket.", "subprocess.", "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork")
+    if event.startswith(begins) or (event == "open" and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+        raise PermissionError(f"{event} in the judge of mathematics")
 
 
 def _exact(right, given) -> bool:

@@ -20,7 +20,6 @@ against a program that attacks the kernel itself.
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -40,6 +39,7 @@ HIDDEN = (str(Path(__file__).resolve().parents[1]),)  # this project, should it 
 PATIENCE = 10  # times its seconds may pass where a program has to wait for a processor
 SETUP = 60.0  # seconds that the launcher may take beyond those of the program
 PREFIX = "nanoragen-sandbox-"
+NOBODY = 65534
 WARNINGS = {
     "namespaces": "in its own namespaces, without network and without your files",
     "nobody": "as nobody, with limits, but WITHOUT namespaces: it has the network, and reads what everybody may read",
@@ -89,6 +89,9 @@ def execute(
     with _folder() as folder:
         (folder / "work").mkdir()
         (folder / "work").chmod(0o777)  # nobody writes there; the folder above it is closed
+        if mode == "nobody" and os.getuid() == 0:  # and must be passed through, to the path of main.py
+            os.chown(folder, -1, NOBODY)
+            folder.chmod(0o710)
         for file, text in (("main.py", main), ("stdin", stdin), ("job.json", json.dumps(job))):
             (folder / file).write_bytes(text.encode(errors="replace"))
             (folder / file).chmod(0o444)
@@ -107,6 +110,8 @@ def execute(
 @contextlib.contextmanager
 def _folder():
     """A temporary folder that this process holds a lock on, so that others can tell it from what a killed trainer left."""
+    import fcntl  # not on every system, and this file can be imported on all
+
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         handle = os.open(name, os.O_RDONLY)
         try:
@@ -119,6 +124,8 @@ def _folder():
 @functools.cache
 def _sweep():
     """Once in a process: remove the folders of trainers that were killed. Theirs are not locked; new ones not yet, so they stay."""
+    import fcntl
+
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         try:
             about = folder.lstat()

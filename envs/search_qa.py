@@ -5,7 +5,7 @@
     finish[Eskford]              ends the episode
 
 An answer is right if it is the same text as the answer known, after SQuAD's normalisation (Rajpurkar et al. 2016): small letters,
-no punctuation, no articles, single blanks. That is success; `score` chooses whether the reward is that (1 or 0) or the F1 of
+no punctuation but in numbers, no articles, single blanks. That is success; `score` chooses whether the reward is that (1 or 0) or the F1 of
 the words. People, towns and works are invented here, so nothing can be known without searching.
 
 Left out: a retriever with embeddings (RAGEN's server has one), and answers judged by a model.
@@ -124,7 +124,12 @@ def normal(text: str) -> str:
 
 
 def exact(answer: str, known: str) -> bool:
-    return normal(answer) == normal(known) != ""
+    """Equal in SQuAD's normalisation, which takes 18.71 and -1871 for 1871; so numbers must be equal as they are written, too."""
+    return normal(answer) == normal(known) != "" and _numbers(answer) == _numbers(known)
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"-?\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
 
 
 def f1(answer: str, known: str) -> float:

@@ -97,7 +97,9 @@ def test_flags_that_nothing_takes_or_that_are_given_twice(program, rows, capsys)
     text = error(capsys, program, "--env", "bandit", "--allow_code_execution")
     assert text == "allow_code_execution: bandit takes none; valid: with --env code\n"
     assert error(capsys, program, "--env", GYM, "--data", rows).startswith("data: gym:FrozenLake-v1 takes none; ")
-    assert error(capsys, program, "--env", "countdown", "--data", rows, "--env_options", "data=x").startswith("data: is given twice")
+    assert error(capsys, program, "--env", "countdown", "--data", rows, "--env_options", "data=x").startswith(
+        "data: is given twice"
+    )
     more = ["--allow_code_execution", "--env_options", "allow_code_execution=true"]
     assert error(capsys, program, "--env", "code", *more).startswith("allow_code_execution: is given twice")
     assert error(capsys, program, "--env", "code").endswith("valid: --allow_code_execution\n")
@@ -123,7 +125,10 @@ def test_leave_to_run_programs_is_kept_by_resume_and_can_be_typed_again(model, t
     train.main(["--env", "code", "--allow_code_execution", "--steps", "1", *SMALL, *model, "--out", str(out)])
     assert capsys.readouterr().out.rstrip().endswith("--env code --allow_code_execution")
     train.main(["--resume", str(out), "--steps", "2"])
-    assert env_flags(train.Config(env="countdown", env_options="numbers=4", data="x y")) == "--env countdown --env_options numbers=4 --data 'x y'"
+    assert (
+        env_flags(train.Config(env="countdown", env_options="numbers=4", data="x y"))
+        == "--env countdown --env_options numbers=4 --data 'x y'"
+    )
 
 
 def test_without_lean_one_line(tmp_path):

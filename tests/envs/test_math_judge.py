@@ -2,13 +2,18 @@ r"""The judge of mathematical answers: E6, E13, E14, guesses, spellings, and ans
 
 import os
 import random
+import subprocess
+import sys
+import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from nanoragen.envs import math_judge
 from nanoragen.envs.math_judge import MAX_LENGTH, boxed, number, same
 
+ROOT = Path(__file__).resolve().parents[2]
 verify = pytest.mark.skipif(not math_judge.installed(), reason="math-verify is not installed (extra envs)")
 
 
@@ -285,5 +290,24 @@ def test_e6_no_code_runs_and_nothing_is_written(attack, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_the_judging_process_may_not_write_connect_or_start(tmp_path):
+    code = "import os, socket, subprocess, sys\nfrom nanoragen.envs.math_judge import refuse\nsys.addaudithook(refuse)\nprint(len(open(sys.argv[1]).read()))\n"
+    for attempt in ("open('f', 'w')", "open('f', 'x')", "open('f', 'r+')", "os.open('f', os.O_CREAT)", "socket.socket()", "os.system('true')",
+                    "subprocess.run(['true'])", "os.fork()", "os.execv('/bin/true', ['true'])"):  # fmt: skip
+        code += f"try: {attempt}; print({attempt!r})\nexcept PermissionError as e: assert 'judge of mathematics' in str(e)\n"
+    (tmp_path / "readable").write_text("abc")
+    command = [sys.executable, "-c", code, "readable"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout == "3\n" and done.returncode == 0, done
+    assert os.listdir(tmp_path) == ["readable"]
+
+
 def test_long_answers_are_not_looked_at():
     assert not same("4" + " " * MAX_LENGTH + "2", "42") and not same("42" + " " * MAX_LENGTH, "42")
+
+
+def test_a_long_text_is_no_number_and_is_not_taken_apart():
+    start = time.process_time()
+    for text in ("the answer is " * 70_000 + "42", "x = " * 200_000 + "42", "**" * 300_000, "$" * 300_000, "\\boxed{" * 100_000):
+        assert number(text) is None
+    assert time.process_time() - start < 1

@@ -361,47 +361,6 @@ def test_processes_files_and_handles_as_before(mode, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [] and Path("/proc/self/mountinfo").read_text() == mounts
 
 
-def test_two_hundred_runs_leave_nothing(tmp_path, monkeypatch):
-    """Ends, failures, children and files left behind, in turn; nothing grows from run to run."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    programs = ("print(1)", "1/0", "open('f', 'w').write('x' * 1000)", "import os; os.fork()", "import os; os.abort()")
-    handles, mounts = sorted(os.listdir("/proc/self/fd")), Path("/proc/self/mountinfo").read_text()
-    for n in range(200):
-        run(programs[n % len(programs)], **PATIENT)
-    assert sorted(os.listdir("/proc/self/fd")) == handles and not children()
-    assert list(tmp_path.iterdir()) == [] and Path("/proc/self/mountinfo").read_text() == mounts
-
-
-def test_what_a_killed_trainer_left_is_removed_at_the_next_start_and_nothing_else(tmp_path, monkeypatch):
-    word_ = word()
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom nanoragen.envs.sandbox import execute, PYTHON\nopen('made', 'w')\n"
-    code += f"execute([PYTHON, '-S', '-c', 'import time; open(\"here\", \"w\"); time.sleep(300)  # {word_}'], seconds=300, memory=1 << 30, output=9, processes=4, mode='none')"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    trainers = [subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path) for _ in range(2)]
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob(f"{sandbox.PREFIX}*/work/here"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    folders = list(tmp_path.glob(f"{sandbox.PREFIX}*"))
-    assert len(folders) == 2
-    dead, living = trainers
-    dead.kill(), dead.wait()
-    new, other = tmp_path / f"{sandbox.PREFIX}new", tmp_path / "sandbox-of-somebody"
-    new.mkdir(), other.mkdir()
-    for folder in [*folders, other]:
-        os.utime(folder, (1, 1))  # long ago
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sandbox._sweep.__wrapped__()
-    left = set(tmp_path.iterdir())
-    living.kill(), living.wait()
-    assert {new, other} < left and len(left & set(folders)) == 1  # the dead one's is gone, the living one's is not
-    while [p for p in alive(word_)] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    (kept,) = left & set(folders)
-    os.utime(kept, (1, 1))
-    sandbox._sweep.__wrapped__()
-    assert not kept.exists()
-
-
 def test_runs_at_the_same_time():
     found = {}
 

@@ -47,7 +47,7 @@ def finish(text, *answers, score="em"):
         ("O'Brien", "OBrien", True),  # punctuation goes without a blank in its place
         ("Saint-Denis", "Saint Denis", False),
         ("1,871", "1871", True),
-        ("-7", "7", True),  # SQuAD's rule, not ours: these are texts
+        ("-7", "7", False),  # SQuAD's rule takes it
         ("Eskford, Drusk", "Eskford", False),
         ("Eskfor", "Eskford", False),
         ("Ada", "Ada Brunfield", False),
@@ -95,6 +95,14 @@ def test_f1(text, known, value):
 def test_f1_as_reward_does_not_change_what_success_is():
     assert finish("Brunfield Ada", "Ada Brunfield", score="f1") == (1.0, False)
     assert finish("Ada", "Ada Brunfield", score="f1") == (pytest.approx(2 / 3), False)
+
+
+def test_another_number_is_another_answer_whatever_its_signs():
+    for right in ("1871", "1,871", " 1871. ", "(1871)", "the 1871"):
+        assert finish(right, "1871") == (1.0, True)
+    for wrong in ("18.71", "-1871", "1.871", "18,71", "1871.5", "187-1", "18 71", "0.1871"):
+        assert finish(wrong, "1871") == (0.0, False), wrong
+    assert finish("-3.5", "-3.5") == (1.0, True) and finish("3.5", "-3.5") == (0.0, False) and finish("1700-1800", "1700-1800") == (1.0, True)
 
 
 def test_any_of_several_answers_will_do():
