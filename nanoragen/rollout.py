@@ -10,8 +10,9 @@ Two ways to the same tokens. The plain one (`PlainContexts`) encodes every conte
 (`CachedContexts`) encodes a prompt that several episodes share once, and keeps keys and values from turn to turn, so
 that a turn costs its new tokens only.
 
-Left out on purpose: log-probs while sampling (the trainer scores the same ids), environments in other processes, new
-episodes joining a running batch. B episodes still playing, C columns of their contexts.
+Left out on purpose: training on the log-probs that are seen while sampling (they are for reading, the trainer scores the
+same ids), environments in other processes, new episodes joining a running batch. B episodes still playing, C columns of
+their contexts.
 """
 
 import math
@@ -23,6 +24,7 @@ import torch
 
 from nanoragen.chat import Chat, parse_reply, reasoning_span
 from nanoragen.faults import containing, time_limit
+from nanoragen.watch import Watch
 
 UNREADABLE = "That reply could not be read. Reply with <think>...</think><answer>...</answer>.\n"
 
@@ -57,6 +59,9 @@ class Episode:
     instruction: str = ""
     observation: str = ""  # the first one
     error: str = ""  # the traceback, where the environment failed
+    # of each sampled id, in order: log-prob and entropy of what it was drawn from, nats. Rounding may differ by the way of sampling
+    logprobs: list[float] = field(default_factory=list, compare=False)
+    entropies: list[float] = field(default_factory=list, compare=False)
 
     @property
     def reward(self) -> float:
@@ -162,6 +167,7 @@ def _play(tables, model, chat, sampling, limit, progress):
             progress(f"turn {turn}: {len(tables)} episodes")
         staying, glue = [], []
         for row, (table, reply_ids) in enumerate(zip(tables, contexts.sample(turn))):
+            table.note(contexts.values[row][: len(reply_ids)])
             observation = table.take(reply_ids)
             if table.over:
                 continue
@@ -216,6 +222,11 @@ class _Table:
         self.shown = observation
         self.episode.ids += glue
         self.episode.mask += [0] * len(glue)
+
+    def note(self, values):
+        """What was seen while a reply was sampled: (log-prob, entropy) of each of its ids."""
+        self.episode.logprobs += [logprob for logprob, _ in values]
+        self.episode.entropies += [entropy for _, entropy in values]
 
     def take(self, reply_ids: list[int]) -> str:
         """Record a reply, act on it, and return the next observation."""
@@ -272,9 +283,9 @@ class PlainContexts:
         self.model, self.chat, self.sampling, self.contexts = model, chat, sampling, [list(c) for c in contexts]
 
     def sample(self, turn: int) -> list[list[int]]:
-        """One reply for each context: its sampled ids, up to and including the first that ends a turn."""
+        """One reply for each context: its sampled ids, up to and including the first that ends a turn. values: Watch.values."""
         ids, mask = _pad_left(self.contexts, _pad_id(self.chat), self.model.device)
-        out = _generate(self.model, self.chat, self.sampling, turn, input_ids=ids, attention_mask=mask)
+        out, self.values = _generate(self.model, self.chat, self.sampling, turn, input_ids=ids, attention_mask=mask)
         self.replies = _cut(out[:, ids.shape[1] :], self.chat.end_ids)
         return self.replies
 
@@ -314,7 +325,7 @@ class CachedContexts:
 
     def sample(self, turn: int) -> list[list[int]]:
         C = self.ids.shape[1]
-        self.ids = _generate(
+        self.ids, self.values = _generate(
             self.model, self.chat, self.sampling, turn,
             input_ids=self.ids, attention_mask=self.mask, **{self.cache_name: self.cache},
         )  # fmt: skip
@@ -356,8 +367,9 @@ def _sampling_mode(model):
         model.train(training)
 
 
-def _generate(model, chat, sampling, turn, **inputs) -> torch.Tensor:
-    """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right."""
+def _generate(model, chat, sampling, turn, **inputs) -> tuple[torch.Tensor, list]:
+    """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right; and
+    what is known of each new id (Watch.values)."""
     from transformers import GenerationConfig
 
     draw = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
@@ -365,24 +377,13 @@ def _generate(model, chat, sampling, turn, **inputs) -> torch.Tensor:
         **(draw if sampling.temperature > 0 else {"do_sample": False}),
         max_new_tokens=sampling.max_tokens, eos_token_id=chat.end_ids, pad_token_id=_pad_id(chat), use_cache=True,
     )  # fmt: skip
-    guard = _NanGuard()
-    out = model.generate(**inputs, generation_config=config, logits_processor=[guard])
-    if guard.bad is not None and bool(guard.bad):
+    watch = Watch(sampling.temperature)
+    out = model.generate(**inputs, generation_config=config, logits_processor=[watch])
+    if watch.bad is not None and bool(watch.bad):
         raise FloatingPointError(
             f"generate: the model's logits are NaN or infinite in turn {turn}; its weights are broken"
         )
-    return out
-
-
-class _NanGuard:
-    """A logits processor that notes broken rows and blanks them: drawing from NaN aborts a CUDA process. No sync."""
-
-    bad = None
-
-    def __call__(self, input_ids, scores):
-        broken = ~scores.amax(-1, keepdim=True).isfinite()  # [B, 1]; NaN, +inf, or nothing but -inf
-        self.bad = broken.any() if self.bad is None else self.bad | broken.any()
-        return scores.masked_fill(broken, 0.0)
+    return out, watch.values(out)
 
 
 def _pad_id(chat) -> int:
