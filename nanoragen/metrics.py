@@ -55,13 +55,17 @@ class Lines:
 
 
 def episode_record(episode, **more) -> dict:
-    """An episode for a JSON line: ids[i] was sampled where mask[i] is 1; turns say where each reply lies in ids."""
+    """An episode for a JSON line: ids[i] was sampled where mask[i] is 1; turns say where each reply lies in ids.
+
+    logprobs, entropies: of each sampled id in order, nats, 3 digits; not there if sampling was not watched.
+    """
     turns = ("start", "end", "think_end", "reply", "actions", "parsed", "reward")
     return {
         "env": episode.env, "seed": episode.seed, "group": episode.group, "success": episode.success,
         "reward": episode.reward, "terminated": episode.terminated, "truncated": episode.truncated, **more,
         "messages": episode.messages, "turns": [{k: getattr(t, k) for k in turns} for t in episode.turns],
         "ids": episode.ids, "mask": episode.mask,
+        **{k: [round(x, 3) + 0.0 for x in v] for k in ("logprobs", "entropies") if (v := getattr(episode, k))},
     }  # fmt: skip
 
 

@@ -12,8 +12,9 @@ Two ways to the same tokens. The plain one (`PlainContexts`) encodes every conte
 (`CachedContexts`) encodes a prompt that several episodes share once, and keeps keys and values from turn to turn, so
 that a turn costs its new tokens only.
 
-Left out on purpose: log-probs while sampling (the trainer scores the same ids), environments in other processes, new
-episodes joining a running batch. B episodes still playing, C columns of their contexts.
+Left out on purpose: training on the log-probs that are seen while sampling (they are for reading, the trainer scores the
+same ids), environments in other processes, new episodes joining a running batch. B episodes still playing, C columns of
+their contexts.
 """
 
 import itertools
@@ -28,6 +29,7 @@ import torch
 
 from nanoragen import distributed
 from nanoragen.chat import Chat, parse_reply, reasoning_span
+from nanoragen.draw import Draw
 from nanoragen.faults import containing, time_limit
 
 UNREADABLE = "That reply could not be read. Reply with <think>...</think><answer>...</answer>.\n"
@@ -63,6 +65,9 @@ class Episode:
     instruction: str = ""
     observation: str = ""  # the first one
     error: str = ""  # the traceback, where the environment failed
+    # of each sampled id, in order: log-prob and entropy of what it was drawn from, nats. Rounding may differ by the way of sampling
+    logprobs: list[float] = field(default_factory=list, compare=False)
+    entropies: list[float] = field(default_factory=list, compare=False)
 
     @property
     def reward(self) -> float:
@@ -177,6 +182,7 @@ def _play(tables, model, chat, sampling, limit, progress):
             progress(f"turn {turn}: {len(tables)} episodes")
         staying, glue = [], []
         for row, (table, reply_ids) in enumerate(zip(tables, contexts.sample(turn, [t.luck() for t in tables]))):
+            table.note(contexts.values[row][: len(reply_ids)])
             observation = table.take(reply_ids)
             if table.over:
                 continue
@@ -236,6 +242,11 @@ class _Table:
         self.episode.ids += glue
         self.episode.mask += [0] * len(glue)
 
+    def note(self, values):
+        """What was seen while a reply was sampled: (log-prob, entropy) of each of its ids."""
+        self.episode.logprobs += [logprob for logprob, _ in values]
+        self.episode.entropies += [entropy for _, entropy in values]
+
     def take(self, reply_ids: list[int]) -> str:
         """Record a reply, act on it, and return the next observation."""
         episode, start = self.episode, len(self.episode.ids)
@@ -291,9 +302,10 @@ class PlainContexts:
         self.model, self.chat, self.sampling, self.contexts = model, chat, sampling, [list(c) for c in contexts]
 
     def sample(self, turn: int, luck) -> list[list[int]]:
-        """One reply for each context: its sampled ids, up to and including the first that ends a turn. luck: [B][max_tokens]."""
+        """One reply for each context: its sampled ids, up to and including the first that ends a turn. luck: [B][max_tokens];
+        self.values: of each id, Draw.values."""
         ids, mask = _pad_left(self.contexts, _pad_id(self.chat), self.model.device)
-        out = _generate(self.model, self.chat, self.sampling, turn, luck, input_ids=ids, attention_mask=mask)
+        out, self.values = _generate(self.model, self.chat, self.sampling, turn, luck, input_ids=ids, attention_mask=mask)
         self.replies = _cut(out[:, ids.shape[1] :], self.chat.end_ids)
         return self.replies
 
@@ -335,7 +347,7 @@ class CachedContexts:
 
     def sample(self, turn: int, luck) -> list[list[int]]:
         C = self.ids.shape[1]
-        self.ids = _generate(
+        self.ids, self.values = _generate(
             self.model, self.chat, self.sampling, turn, luck,
             input_ids=self.ids, attention_mask=self.mask, **{self.cache_name: self.cache},
         )  # fmt: skip
@@ -377,50 +389,23 @@ def _sampling_mode(model):
         model.train(training)
 
 
-def _generate(model, chat, sampling, turn, luck, **inputs) -> torch.Tensor:
-    """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right."""
+def _generate(model, chat, sampling, turn, luck, **inputs) -> tuple[torch.Tensor, list]:
+    """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right; and
+    what is known of each new id (Draw.values)."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(
-        do_sample=False,  # _Draw has drawn before `generate` chooses
+        do_sample=False,  # Draw has drawn before `generate` chooses
         max_new_tokens=sampling.max_tokens, eos_token_id=chat.end_ids, pad_token_id=_pad_id(chat), use_cache=True,
     )  # fmt: skip
     luck = torch.tensor(luck, dtype=torch.float64, device=model.device)
-    choose = _Draw(luck, sampling.temperature, inputs["input_ids"].shape[1])
+    choose = Draw(luck, sampling.temperature, inputs["input_ids"].shape[1])
     out = model.generate(**inputs, generation_config=config, logits_processor=[choose])
     if choose.bad is not None and bool(choose.bad):
         raise FloatingPointError(
             f"generate: the model's logits are NaN or infinite in turn {turn}; its weights are broken"
         )
-    return out
-
-
-class _Draw:
-    """A logits processor that draws the next ids and leaves no others, each row by its own numbers; at temperature 0 it draws none.
-
-    Rows whose logits are broken are noted and blanked. Nothing here waits for the device.
-    """
-
-    bad = None
-
-    def __init__(self, luck, temperature: float, start: int):
-        self.luck, self.temperature, self.start = luck, temperature, start  # luck [B, max_tokens] for the columns from start on
-
-    def __call__(self, input_ids, scores):
-        broken = ~scores.amax(-1, keepdim=True).isfinite()  # [B, 1]; NaN, +inf, or nothing but -inf
-        self.bad = broken.any() if self.bad is None else self.bad | broken.any()
-        scores = scores.masked_fill(broken, 0.0)
-        if self.temperature == 0:
-            return scores
-        ids = draw((scores / self.temperature).softmax(-1), self.luck[:, input_ids.shape[1] - self.start])
-        return torch.full_like(scores, -math.inf).scatter(1, ids[:, None], 0.0)
-
-
-def draw(probs, luck) -> torch.Tensor:
-    """The id at which the cumulated probabilities first exceed luck, a number in [0, 1). probs [B, V], luck [B] -> [B]."""
-    cumulated = probs.cumsum(-1, dtype=torch.float64)  # in float32 the steps of a large vocabulary would be lost
-    at = luck[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, at, right=True)[:, 0].clamp(max=probs.shape[1] - 1)
+    return out, choose.values()
 
 
 def _pad_id(chat) -> int:

@@ -230,12 +230,24 @@ def by_token(record, turns, run) -> dict | None:
         if at < start:
             parts.append([turn, "prompt", clip(decode(ids[at:stop]), left)])
         else:
-            tokens = [decode([i]) for i in ids[at:stop]]
+            tokens = pieces(ids[at:stop], decode)
             parts.append([turn, "reasoning" if at < think_end else "answer", tokens,
                           {k: [tidy(v.get(i)) for i in range(at, stop)] for k, v in values.items()}])  # fmt: skip
         left -= sum(map(len, parts[-1][2])) + 8 * (stop - at)
         at = stop
     return {"parts": parts, "values": list(values)}
+
+
+def pieces(ids, decode) -> list[str]:
+    """The text of each id. Where several ids make one character, the last of them has it and the others are empty."""
+    out, open_ids = [], []
+    for n, i in enumerate(ids):
+        open_ids.append(i)
+        text = decode(open_ids)
+        done = not text.endswith("\ufffd") or n == len(ids) - 1 or len(open_ids) == 4  # a character is at most 4 bytes
+        out.append(text if done else "")
+        open_ids = [] if done else open_ids
+    return out
 
 
 def as_list(x) -> list:

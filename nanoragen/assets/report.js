@@ -309,6 +309,8 @@ function fill(select, options) {
   options.forEach((text, i) => el(select, "option", { value: i }, text));
 }
 
+const VALUES = { mask: "mask", logprobs: "log-prob", entropies: "entropy" };
+
 function viewer(box) {
   const runs = data.runs.filter((r) => r.episodes.length);
   const controls = el(box, "div", { class: "controls" });
@@ -316,8 +318,9 @@ function viewer(box) {
   const step = choice(controls, "Step", []), episode = choice(controls, "Episode", []);
   const back = el(controls, "button", { type: "button" }, "\u2190 previous"), next = el(controls, "button", { type: "button" }, "next \u2192");
   const paint = el(controls, "fieldset");
+  const meaning = el(box, "p", { class: "note", id: "colours" });
   const place = el(box, "div", { "aria-live": "polite" });
-  el(box, "p", { class: "note" }, "Keys: left and right change the episode, with Shift the step. Colour: grey was read, blue is sampled reasoning, orange (dashed) the sampled answer. Advantages are an episode's: each of its tokens has it, unless a turn names its own.");
+  el(box, "p", { class: "note" }, "Keys: left and right change the episode, with Shift the step. Advantages are an episode's: each of its tokens has it, unless a turn names its own.");
   const all = () => runs[run.value].episodes;
   const groups = () => [...new Set(all().map((e) => e.step))];
   const here = () => all().filter((e) => e.step === groups()[step.value]);
@@ -353,17 +356,25 @@ function viewer(box) {
     if (values.length) el(paint, "legend", {}, "Colour by");
     for (const v of values.length ? ["mask", ...values] : []) {
       const label = el(paint, "label"), radio = el(label, "input", { type: "radio", name: "colour", value: v });
-      label.append({ mask: " mask", logprobs: " log-prob", entropies: " entropy" }[v]);
+      label.append(` ${VALUES[v]}`);
       radio.checked = v === (values.includes(colour) ? colour : "mask");
       radio.addEventListener("change", () => { colour = v; render(); paint.querySelector(`[value=${v}]`).focus(); });
     }
+    const by = values.includes(colour) ? colour : null;
+    const peak = by === "entropies" ? Math.max(1e-9, ...e.parts.flatMap((p) => (p[3] ? p[3].entropies : []))) : 5; // 5 nats: p = 0.007
+    const paintOf = (v) => mix(0.6 * Math.min(1, Math.abs(v) / peak), "var(--hot)", "transparent");
+    meaning.replaceChildren();
+    if (by) el(meaning, "span", { class: "scale" }).style.background = `linear-gradient(to right, ${paintOf(0)}, ${paintOf(peak)})`;
+    meaning.append({
+      logprobs: "From no colour, the token was certain, to full colour, it had a chance of 0.7% or less (log-prob -5 nats). ",
+      entropies: `From no colour, only one token was possible, to full colour, ${show(peak)} nats, the widest choice of this episode. `,
+      null: "Grey was read, blue is sampled reasoning, orange (dashed) the sampled answer.",
+    }[by] + (by ? "Underlined: blue is reasoning, orange (dashed) the answer. A token shows its numbers under the pointer." : ""));
     place.replaceChildren();
     const facts = el(place, "ul", { class: "facts" });
     const end = e.truncated ? `cut off by ${e.truncated}` : e.terminated ? "ended by the environment" : "";
     for (const f of [`step ${e.step}`, e.success ? "\u2713 success" : "\u2715 no success", `reward ${show(e.reward)}`, `advantage ${show(e.advantage)}`, e.kept ? "group kept" : "group dropped: trains nothing", `group ${show(e.group)}, seed ${e.seed ?? "\u2013"}`, end])
       if (f) el(facts, "li", {}, f);
-    const by = values.includes(colour) ? colour : null;
-    const peak = by === "entropies" ? Math.max(1e-9, ...e.parts.flatMap((p) => (p[3] ? p[3].entropies : []))) : 5; // 5 nats: p = 0.007
     const turns = Math.max(e.turns.length, ...e.parts.map((p) => p[0] + 1));
     for (let n = 0; n < turns; n++) {
       const t = e.turns[n], block = el(place, "div", { class: "turn" });
@@ -375,10 +386,10 @@ function viewer(box) {
         if (kind === "prompt" && text.childNodes.length) text.append("\n");
         const span = el(text, "span", { class: kind }, more ? "" : words);
         if (more) words.forEach((w, i) => {
-          const title = Object.entries(more).map(([k, v]) => `${{ logprobs: "log-prob", entropies: "entropy" }[k]} ${show(v[i])}`).join(", ");
+          const title = Object.entries(more).map(([k, v]) => `${VALUES[k]} ${show(v[i])}`).join(", ");
           const token = el(span, "span", { title }, w);
           const v = by ? more[by][i] : null;
-          if (v !== null && v !== undefined) token.style.background = mix(0.6 * Math.min(1, Math.abs(v) / peak), "var(--hot)", "transparent");
+          if (v !== null && v !== undefined) token.style.background = paintOf(v);
         });
         if (kind === "prompt") text.append("\n");
       }

@@ -414,6 +414,30 @@ def test_values_of_tokens_stand_at_their_tokens(make, everywhere):
     ]  # fmt: skip
 
 
+def test_a_character_of_several_tokens_is_shown_whole(make):
+    folder, tokenizer = make(), byte_tokenizer()
+    tokenizer.save_pretrained(folder / "step_000008")
+    ids = encode(tokenizer, "a\U0001f680b") + encode(tokenizer, "\u00e9")[:1]  # one byte of two is no character
+    record = rollout_line(8)
+    record.update(ids=ids, mask=[1] * len(ids), logprobs=[-1.0] * len(ids))
+    record["turns"] = [{"start": 0, "think_end": 0, "end": len(ids), "reward": 1.0}]
+    lines(folder / "rollouts.jsonl", [record])
+    part = data_of(page_of(folder))["runs"][0]["episodes"][0]["parts"][0]
+    assert part == [0, "answer", ["a", "", "", "", "\U0001f680", "b", "\ufffd"], {"logprobs": [-1.0] * 7}]
+
+
+def coloured_run(make):
+    """Two tokens of reasoning, two of the answer; log-probs 0, -1, -5, -9 and entropies 0, 0.5, 1, 2."""
+    folder, tokenizer = make(), byte_tokenizer()
+    tokenizer.save_pretrained(folder / "step_000008")
+    ids = encode(tokenizer, "map" + "hm" + "up")
+    record = rollout_line(8)
+    record.update(ids=ids, mask=[0, 0, 0, 1, 1, 1, 1], logprobs=[0.0, -1.0, -5.0, -9.0], entropies=[0.0, 0.5, 1.0, 2.0])
+    record["turns"] = [{"start": 3, "think_end": 5, "end": 7, "reward": 1.0}]
+    lines(folder / "rollouts.jsonl", [rollout_line(1), rollout_line(1, 1), record, rollout_line(8, 1)])
+    return folder
+
+
 # -- several runs, the command, and a run that goes on ----------------------------------------------------------------------
 
 
@@ -538,6 +562,16 @@ function look(frame) {
   out.bad = [...d.querySelectorAll("svg *")].filter((n) => [...n.attributes].some((a) => /NaN|Infinity|undefined/.test(a.value))).length;
   out.start = shown(); key("ArrowRight", false); out.right = shown(); key("ArrowLeft", true); out.step = shown();
   out.text = box.querySelector(".text").textContent;
+  key("ArrowRight", true); // to the first episode of the last step
+  out.colours = {};
+  for (const name of ["mask", "logprobs", "entropies"]) {
+    const radio = box.querySelector(`input[value=${name}]`);
+    if (!radio) continue;
+    radio.click();
+    const tokens = [...box.querySelectorAll(".text span[title]")];
+    const alpha = (t) => { const c = w.getComputedStyle(t).backgroundColor, a = c.match(/[\\/,] *([\\d.]+)\\)$/); return c.startsWith("rgb(") ? 1 : a ? Number(a[1]) : 1; };
+    out.colours[name] = { alpha: tokens.map(alpha), said: d.getElementById("colours").textContent, scale: box.querySelectorAll(".scale").length, title: tokens[3].title };
+  }
   const slider = d.querySelector("#cross input");
   slider.value = 0; slider.dispatchEvent(new w.Event("input"));
   out.cross = d.querySelector("#cross output").textContent;
@@ -586,7 +620,19 @@ def test_a_browser_draws_it(make, tmp_path):
         assert (
             "step 8" in seen["start"] and "reward 0" in seen["start"] and "reward 1" in seen["right"] and "step 1" in seen["step"]
         )
+        assert seen["colours"] == {}  # no values, no choice
         assert "</script><img src=x" in seen["text"] and seen["cross"] == "step 1" and seen["rows"] == 9
+
+
+def test_a_browser_colours_tokens_by_mask_log_prob_or_entropy(make, tmp_path):
+    for seen in browse(page_of(coloured_run(make)), tmp_path):
+        found = seen["colours"]
+        assert found["mask"]["alpha"] == [0, 0, 0, 0] and "blue is sampled reasoning" in found["mask"]["said"]
+        # full colour is 0.6 opaque: at -5 nats and below, and at the highest entropy
+        assert found["logprobs"]["alpha"] == pytest.approx([0, 0.12, 0.6, 0.6], abs=0.01) and "0.7%" in found["logprobs"]["said"]
+        assert found["entropies"]["alpha"] == pytest.approx([0, 0.15, 0.3, 0.6], abs=0.01)
+        assert "2 nats" in found["entropies"]["said"] and found["entropies"]["title"] == "log-prob -9, entropy 2"
+        assert [found[k]["scale"] for k in ("mask", "logprobs", "entropies")] == [0, 1, 1] and seen["wide"] <= seen["inner"]
 
 
 def test_a_browser_draws_next_to_nothing_too(make, tmp_path):

@@ -1,6 +1,7 @@
 """How tokens are drawn: the distribution, and the kept cache against its twin (cases R5, R8-R11, R17, R18)."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import nanoragen.rollout
 from helpers import FORGETFUL, Ladder, byte_tokenizer, tiny_model
 from nanoragen.batch import make_batch
 from nanoragen.chat import Chat
-from nanoragen.rollout import Sampling, _can_keep_cache, draw, rollout
+from nanoragen.draw import Draw, draw
+from nanoragen.rollout import Sampling, _can_keep_cache, rollout
 
 KINDS = ("qwen2", "gpt2")
 
@@ -98,6 +100,34 @@ def test_r5_r9_r11_logprob_at_sampling_is_logprob_in_training(kind, keep_cache, 
                     ratio = trained[row][sum(episode.mask[:position])].exp() / probs[row, ids[row]]
                     assert ratio.item() == pytest.approx(1, abs=2e-5)
     assert at == len(drawn)
+
+
+@pytest.mark.parametrize("keep_cache, temperature", [(True, 1.0), (True, 0.7), (False, 0.7), (True, 0.0)])
+def test_what_is_noted_of_each_id_is_what_it_was_drawn_from(keep_cache, temperature, ragged, drawn):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer)
+    episodes = run(model, tokenizer, temperature=temperature, keep_cache=keep_cache)
+    for e, scored in zip(episodes, token_logprobs(model, episodes, tokenizer.pad_token_id, temperature)):
+        assert len(e.logprobs) == len(e.entropies) == e.num_tokens > 0
+        assert e.logprobs == pytest.approx(scored.tolist(), abs=2e-5)
+    if temperature:  # all six play the first turn: the first draws are theirs
+        for step in range(max(e.turns[0].end - e.turns[0].start for e in episodes)):
+            probs = drawn[step][0].double()
+            for p, e in zip(probs, episodes):
+                if step < e.turns[0].end - e.turns[0].start:
+                    assert e.entropies[step] == pytest.approx(-(p * p.clamp(min=1e-300).log()).sum().item(), abs=1e-4)
+
+
+def test_impossible_ids_and_broken_rows_while_drawing():
+    """A quarter each on two of four ids, half on one, none on the last; a NaN anywhere blanks the row and is noted."""
+    logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
+    for luck, id in ((0.0, 0), (0.49, 0), (0.51, 1), (0.74, 1), (0.76, 2), (1 - 1e-16, 2)):
+        choose = Draw(torch.tensor([[luck]], dtype=torch.float64), 1.0, 1)
+        assert choose(torch.tensor([[7]]), logits)[0].isfinite().nonzero().tolist() == [[id]] and not choose.bad
+        assert choose.values() == [[pytest.approx((math.log(0.25 if id else 0.5), 1.5 * math.log(2)))]]
+    choose = Draw(torch.zeros(1, 1, dtype=torch.float64), 1.0, 1)
+    assert choose(torch.tensor([[7]]), torch.full((1, 4), math.nan)).isfinite().sum() == 1 and choose.bad
+    assert Draw(torch.zeros(0, 1), 0.7, 1).values() == []
 
 
 def test_nothing_but_the_temperature_reshapes_the_distribution(drawn):
