@@ -164,9 +164,9 @@ def test_early_stops_and_the_diagnosis_after_damage(history):
 
 # -- data files ----------------------------------------------------------------------------------------------------------
 
-FIELDS = ["nums", "numbers", "target", "question", "answer", "solution", "problem", "prompt", "tests", "input_output", "inputs", "outputs",
-          "fn_name", "statement", "formal_statement", "theorem", "header", "name", "golden_answers", "title", "text", "contents", "context", "id",
-          "level", "type", "entry_point", "test", "canonical_solution", "test_list", "public_tests", "private_test_cases"]  # fmt: skip
+FIELDS = ["nums", "target", "question", "answer", "query", "response", "problem", "solution", "statement", "proof", "header",
+          "golden_answers", "supporting_facts", "context", "title", "text", "contents", "question_content", "starter_code", "metadata",
+          "public_test_cases", "private_test_cases", "tests", "input_output", "solutions"]  # fmt: skip
 row = st.dictionaries(st.sampled_from(FIELDS) | any_text, json_value | st.lists(st.integers(-5, 200), max_size=5), max_size=6) | json_value
 data_file = (st.lists(row, max_size=4).map(lambda rows: json.dumps(rows).encode())
              | st.lists(row, max_size=4).map(lambda rows: b"\n".join(json.dumps(r).encode() for r in rows)) | log_file)  # fmt: skip
