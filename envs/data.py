@@ -18,7 +18,7 @@ def read_rows(path, read) -> list:
     ValueError names the file and the first row (from 1) that cannot be used.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(str(path)).read_text(encoding="utf-8")  # a name like 7 came as a number
         rows = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"data: {path} cannot be read ({getattr(e, 'strerror', None) or e}); valid: a JSON or JSONL file") from e
