@@ -88,7 +88,10 @@ MEMORY = (  # start of a phase's name, what to lower there; the first that fits
     ("evaluation", ROLLOUT),
     ("diagnosis", "lower --max_tokens, or do without: --mi_every 0"),
     ("save", "the machine needs more memory"),
-    ("", "lower --micro_batch (now {c.micro_batch}), else --max_tokens; or take a smaller --model"),  # score, update, reference, critic
+    (
+        "",
+        "lower --micro_batch (now {c.micro_batch}), else --max_tokens; or take a smaller --model",
+    ),  # score, update, reference, critic
 )
 
 

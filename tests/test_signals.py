@@ -91,7 +91,10 @@ def test_a_second_signal_while_files_are_written_leaves_the_checkpoint_before(ar
         patch.setattr(checkpoint, "_sync", interrupted)
         train.main([*arguments, "--out", str(out)])
     said = capsys.readouterr()
-    assert end.value.code == 130 and f"in save; what was saved is whole; go on with: python train.py --resume {out}" in said.out + said.err
+    assert (
+        end.value.code == 130
+        and f"in save; what was saved is whole; go on with: python train.py --resume {out}" in said.out + said.err
+    )
     assert checkpoint.newest(out, say=pytest.fail).name == "step_000001" and not list(out.glob("*.tmp"))
     train.main(["--resume", str(out)])
     assert timeless(out) == whole

@@ -27,7 +27,22 @@ INPUTS = 200  # of each of the kinds below
 fuzz = settings(max_examples=INPUTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 any_text = st.text(max_size=30)
-TAGS = ["<think>", "</think>", "<answer>", "</answer>", "||", " ", "\n", "<", "</", "up", "<|end|>", "\0", "\ud800", "</think></think>"]
+TAGS = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "||",
+    " ",
+    "\n",
+    "<",
+    "</",
+    "up",
+    "<|end|>",
+    "\0",
+    "\ud800",
+    "</think></think>",
+]
 reply_text = st.lists(st.sampled_from(TAGS) | any_text, max_size=12).map("".join)
 
 
@@ -59,7 +74,9 @@ def test_conversations(reply, observation, ended):
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 names = [f"--{name}" for name in train.Config.__dataclass_fields__]
-values = st.sampled_from(["1", "-1", "0", "1e-3", "-1e-3", "nan", "inf", "-inf", "true", "", "auto", "grpo", "--", "-", "=", "1_0", "9" * 5000, "{}"])
+values = st.sampled_from(
+    ["1", "-1", "0", "1e-3", "-1e-3", "nan", "inf", "-inf", "true", "", "auto", "grpo", "--", "-", "=", "1_0", "9" * 5000, "{}"]
+)
 word = st.sampled_from([*names, "--no_bi_level", "--no-bi-level", "--config", "--nope", "-h=", "-x"]) | values | any_text
 argument = word | st.tuples(st.sampled_from(names), values | any_text).map("=".join)
 
@@ -106,7 +123,10 @@ yaml_piece = st.sampled_from([*(n[2:] for n in names), ":", ": ", "\n", "- ", "{
 
 
 @fuzz
-@given(st.lists(yaml_piece | any_text, max_size=12).map(lambda parts: "".join(parts).encode("utf-8", "surrogatepass")) | st.binary(max_size=60))
+@given(
+    st.lists(yaml_piece | any_text, max_size=12).map(lambda parts: "".join(parts).encode("utf-8", "surrogatepass"))
+    | st.binary(max_size=60)
+)
 def test_files_of_settings(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.yaml"
@@ -125,8 +145,14 @@ KEYS = ["step", "reward", "bandit/success", "rollout/in_group_reward_std", "skip
 record = st.dictionaries(st.sampled_from(KEYS) | any_text, json_value, max_size=8)
 stepped = st.tuples(st.integers(0, 5), record).map(lambda x: {"step": x[0], **{k: v for k, v in x[1].items() if k != "step"}})
 json_line = (record | stepped | json_value).map(lambda x: json.dumps(x).encode())
-log_line = json_line | st.binary(max_size=40) | st.sampled_from([b"\0\0\0", b'{"step": 2, "x', b"\xe4\xbd", b"[" * 20_000, b'{"step": 1e400}', b"9" * 5000])
-log_file = st.lists(log_line, max_size=8).map(b"\n".join) | st.lists(log_line, max_size=8).map(lambda x: b"".join(y + b"\n" for y in x))
+log_line = (
+    json_line
+    | st.binary(max_size=40)
+    | st.sampled_from([b"\0\0\0", b'{"step": 2, "x', b"\xe4\xbd", b"[" * 20_000, b'{"step": 1e400}', b"9" * 5000])
+)
+log_file = st.lists(log_line, max_size=8).map(b"\n".join) | st.lists(log_line, max_size=8).map(
+    lambda x: b"".join(y + b"\n" for y in x)
+)
 
 
 @fuzz
@@ -156,7 +182,13 @@ measured = st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity
 
 
 @fuzz
-@given(st.lists(st.dictionaries(st.sampled_from([k for k in KEYS if k not in ("step", "regime")]), measured, max_size=8), min_size=1, max_size=25))
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from([k for k in KEYS if k not in ("step", "regime")]), measured, max_size=8),
+        min_size=1,
+        max_size=25,
+    )
+)
 def test_early_stops_and_the_diagnosis_after_damage(history):
     history = [{"step": n, **line} for n, line in enumerate(history)]
     found = {"success": 0.5, "success_low": 0.4, "success_high": 0.6}
@@ -169,7 +201,10 @@ def test_early_stops_and_the_diagnosis_after_damage(history):
 FIELDS = ["nums", "target", "question", "answer", "query", "response", "problem", "solution", "statement", "proof", "header",
           "golden_answers", "supporting_facts", "context", "title", "text", "contents", "question_content", "starter_code", "metadata",
           "public_test_cases", "private_test_cases", "tests", "input_output", "solutions"]  # fmt: skip
-row = st.dictionaries(st.sampled_from(FIELDS) | any_text, json_value | st.lists(st.integers(-5, 200), max_size=5), max_size=6) | json_value
+row = (
+    st.dictionaries(st.sampled_from(FIELDS) | any_text, json_value | st.lists(st.integers(-5, 200), max_size=5), max_size=6)
+    | json_value
+)
 data_file = (st.lists(row, max_size=4).map(lambda rows: json.dumps(rows).encode())
              | st.lists(row, max_size=4).map(lambda rows: b"\n".join(json.dumps(r).encode() for r in rows)) | log_file)  # fmt: skip
 READERS = {

@@ -240,3 +240,11 @@ def test_what_the_process_holds(tmp_path):
     assert block.nbytes == 40 * 2**20 and 35 < after["memory/rss_mb"] - before["memory/rss_mb"] < 60
     assert after["memory/open_files"] == before["memory/open_files"] + 5
     assert metrics.process_metrics()["memory/open_files"] == before["memory/open_files"]
+
+
+def test_advice_does_not_contradict_itself():
+    found = outcome(0.4, 0.6)
+    cut = [{**STEP, "rollout/parse_rate": 0.0, "rollout/truncated_by_context": 1.0, "rollout/turns": turns} for turns in (0.0, 1.5)]
+    never, partly = (" ".join(metrics.diagnosis([line], found, found, "bandit")) for line in cut)
+    assert "do not parse" not in never and "Lower --max_turns or --max_tokens" in never
+    assert "do not parse" in partly and "Raise --max_tokens" not in partly and "Start from a model" in partly
