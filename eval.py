@@ -17,8 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from nanoragen import stop as stops
+
+if __name__ == "__main__":
+    stops.leave_on_signals()  # no traceback: nothing is lost
+
 from nanoragen import cli
-from nanoragen.settings import env_options
+from nanoragen.settings import check_context, env_options
 
 
 def flag(default, help):
@@ -65,6 +70,8 @@ def check(c: Config) -> Path:
     for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "seed", "show"):
         if getattr(c, key) < 0:
             raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
+    if c.seed >= 2**63:
+        raise ValueError(f"seed: {c.seed}; valid: below 2^63")
     if not 0 <= c.temperature < float("inf"):
         raise ValueError(f"temperature: {c.temperature}; valid: 0 (greedy) or more")
     if c.policy == "demonstrate" and type(env).demonstrate is TextEnv.demonstrate:
@@ -93,6 +100,7 @@ def run(c: Config):
 
     torch.manual_seed(c.seed)
     model, tokenizer = models.load(c.model, device=c.device) if c.policy == "model" else (None, None)
+    check_context(c, model)
     sampling = Sampling(
         temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
@@ -164,6 +172,10 @@ def main(argv=None):
         run(c)
     except (ValueError, FloatingPointError) as e:
         cli.fail("eval.py", e)
+    except (RuntimeError, MemoryError) as e:
+        if not stops.out_of_memory(e):
+            raise
+        cli.fail("eval.py", f"out of memory ({e}); lower --rollout_batch (now {c.rollout_batch}; 0: all at a time), or --max_tokens")
 
 
 if __name__ == "__main__":

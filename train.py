@@ -22,6 +22,7 @@ term nor an algorithm's own. Shapes: G groups, K episodes a group, B = G*K episo
 import json
 import math
 import re
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -29,8 +30,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from nanoragen import stop as stops
+
+if __name__ == "__main__":
+    stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
+
 from nanoragen import cli, distributed
-from nanoragen.settings import RAGEN_FILTER, check, env_flags, env_options
+from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options
 
 
 def flag(default, help, ragen=None):
@@ -111,8 +117,8 @@ class Config:
     )
     lora: int = flag(0, "rank of adapters that train in place of the weights; 0: none (needs peft)", "lora.rank")
     lora_alpha: float = flag(0.0, "their scale is lora_alpha / lora; 0: twice the rank", "lora.alpha")
-    clip_low: float = flag(0.0, "the ratio is clipped below 1 - clip_low; inf: not", "actor_rollout_ref.actor.clip_ratio_low")
-    clip_high: float = flag(0.0, "and above 1 + clip_high; inf: not", "actor_rollout_ref.actor.clip_ratio_high")
+    clip_low: float = flag(0.0, "the ratio is clipped below 1 - clip_low; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_low")
+    clip_high: float = flag(0.0, "and above 1 + clip_high; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_high")
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
     kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
@@ -235,7 +241,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     """`epochs` passes of `minibatches` clipped updates over the kept episodes. advantage, ref_logprob (or None) [B, T].
 
     kept_rows [kept] long: episodes with a sampled token. Dropped episodes are not in any sum or any denominator. Returns the mean
-    of each logged quantity over the updates.
+    of each logged quantity over the updates; an update that is not finite is left out, and `nonfinite` names the first of them.
     """
     import torch
 
@@ -249,12 +255,13 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     if several:
         progress("score")
         old = score_all(model, batch, kept_rows, c)
-    logs = []
+    logs, bad = [], []
     for epoch in range(c.epochs):
         order = kept_rows[torch.from_numpy(rng.permutation(len(kept_rows)))]
         for n, minibatch in enumerate(order.chunk(c.minibatches)):
-            progress(f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
-            total, weight = {}, torch.zeros(len(length), device=device)
+            name = f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}"
+            progress(name)
+            total, broken, weight = {}, "", torch.zeros(len(length), device=device)
             weight[minibatch] = token_weight(length[minibatch], c)
             for rows in micro_batches(batch, distributed.share(minibatch), c.micro_batch, c.micro_tokens):
                 with autocast(device, c.dtype):
@@ -263,6 +270,8 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
                 before = old[rows][sampled] if several else logprob.detach()
                 ref = ref_logprob[rows][sampled] if ref_logprob is not None else None
                 loss, part = policy_loss(logprob, before, advantage[rows][sampled], weight[rows][row], entropy, ref, c)
+                if not math.isfinite(part["loss"]):
+                    broken = "loss" if logprob.isfinite().all() else "log-prob"
                 (scale * loss).backward()
                 total = {k: total.get(k, 0.0) + v for k, v in part.items()}
             distributed.sum_gradients(model.parameters())  # under torchrun each process has a share of the minibatch
@@ -272,7 +281,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
             if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
-                logs.append({"nonfinite_updates": 1.0})
+                bad.append(f"{broken or 'gradient'} of {name}")
                 continue
             optimizer.step()
             scheduler.step()
@@ -282,8 +291,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     for log in logs:
         for k, v in log.items():
             sums.setdefault(k, []).append(v)
-    skipped = len(sums.pop("nonfinite_updates", []))
-    return {k: sum(v) / len(v) for k, v in sums.items()} | {"nonfinite_updates": skipped}
+    return {k: sum(v) / len(v) for k, v in sums.items()} | {"nonfinite_updates": len(bad)} | ({"nonfinite": bad[0]} if bad else {})
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -293,11 +301,19 @@ def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
     """`train`, with Ctrl-C and SIGTERM answered at the end of a step: it is saved, and the run can be resumed."""
     from tqdm import tqdm
 
-    from nanoragen.stop import Stop
-
     bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1, disable=distributed.rank() > 0)
-    with Stop() as stop, bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
-        return train(c, model, tokenizer, out, saved, stop, bar)
+    with stops.Stop() as stop, bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+        try:
+            return train(c, model, tokenizer, out, saved, stop, bar)
+        except Exception as e:
+            why = stops.reason(e, bar.desc, c)
+            if why is None:
+                raise
+            raise stops.CannotGoOn(f"{why}; {stops.how_to_go_on(out)}") from e
+        except SystemExit:
+            if stop.left:
+                bar.write(f"ended at once by {stop.left} in {bar.desc or 'the start'}; {stops.how_to_go_on(out)}")
+            raise
 
 
 def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar):
@@ -317,7 +333,6 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
     from nanoragen.rollout import Sampling, rollout
-    from nanoragen.stop import early_stop
 
     torch.manual_seed(c.seed)
     options = env_options(c)
@@ -386,6 +401,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         line = {"step": step, **(scores(f"eval/before/{c.env}", before) if step == 1 else {})}
 
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
+        phase("rollout")
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
         with models.autocast(model.device, c.dtype):
             episodes = rollout(model, tokenizer, envs, seeds, groups, sampling, env_name=c.env, progress=phase)
@@ -423,7 +439,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         line["rollout/in_group_reward_std"] = found.std.mean().item()
         line["rollout/zero_variance_ratio"] = (found.std == 0).float().mean().item()  # advantage collapse rate, arXiv 2605.21125
         line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
-        line["rollout/kept_groups"] = sum(keep)
+        line["rollout/kept_groups"], line["rollout/groups"] = sum(keep), len(keep)
 
         if c.grad_every and (step - 1) % c.grad_every == 0:
             phase("gradients")
@@ -459,7 +475,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         elif c.eval_every and step % c.eval_every == 0:
             line.update(scores(f"eval/{c.env}", held_out(few, "held out")))
         history.append(line)
-        early = early_stop(history, c.env, c.early_stop)
+        early = stops.early_stop(history, c.env, c.early_stop)
         if early:
             line[f"early_stopped/{early[0]}"] = 1.0
         asked = next(filter(None, distributed.gather(stop.asked)), None)  # whichever process was asked, all stop
@@ -467,11 +483,12 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         log.step(line)
         log.rollouts(step, episodes, credited.tolist(), [keep[g] for g in group])
         say(metrics.console_line(line))
-        if last or (c.save_every and step % c.save_every == 0):
+        due = last or (c.save_every and step % c.save_every == 0)
+        if due:
             saved = keep_step(step)
         page.refresh()  # written when that is cheap: under 1% of the time
         bar.update()
-        if last:
+        if last or (due and stop.asked):  # asked while it was saved
             break
     if early and step < c.steps:
         say(f"stopped early: {early[1]} (--early_stop)")
@@ -480,7 +497,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     log.close()
     page.write()
     if asked and step < c.steps:
-        print(f"stopped by {asked} after step {step}, which is saved; go on with: python train.py --resume {out}")
+        print(f"stopped by {asked} after step {step}, which is saved; go on with: python train.py --resume {shlex.quote(str(out))}")
         distributed.finish()
         raise SystemExit(130)
 
@@ -488,7 +505,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
     print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
-    print(f"evaluate  python eval.py --model {saved} {env_flags(c)}")
+    print(f"evaluate  python eval.py --model {shlex.quote(str(saved))} {env_flags(c)}")
     return line
 
 
@@ -566,11 +583,16 @@ def main(argv=None):
 
         model, tokenizer = models.load_policy(c, saved, device)
         Chat(tokenizer)  # a model without a chat template cannot play
+        check_context(c, model)
     except ValueError as e:
         cli.fail("train.py", e)
+    except (RuntimeError, MemoryError) as e:
+        if not stops.out_of_memory(e):
+            raise
+        cli.fail("train.py", f"model: {c.model} does not fit into memory ({e}); valid: a smaller one, or another --device")
     try:
         run(c, model, tokenizer, out, saved)
-    except (TooManyFaults, FloatingPointError) as e:
+    except (TooManyFaults, stops.CannotGoOn) as e:
         cli.fail("train.py", e)
     distributed.finish()
 

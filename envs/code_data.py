@@ -115,7 +115,10 @@ def _private(text: str) -> list:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return json.loads(_StringOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
+        try:
+            return json.loads(_StringOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
+        except (zlib.error, pickle.UnpicklingError, EOFError) as e:
+            raise ValueError(f"private_test_cases cannot be unpacked ({e})") from e
 
 
 class _StringOnly(pickle.Unpickler):

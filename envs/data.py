@@ -13,16 +13,16 @@ def read_both(data, eval_data, load) -> tuple[list, list]:
 
 
 def read_rows(path, read) -> list:
-    """`read(row)` of every row of a file, where `read` raises ValueError or KeyError for a row it cannot use.
+    """`read(row)` of every row of a file, where `read` raises ValueError for a row it cannot use, or trips over it.
 
     ValueError names the file and the first row (from 1) that cannot be used.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(str(path)).read_text(encoding="utf-8")  # a name like 7 came as a number
         rows = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"data: {path} cannot be read ({getattr(e, 'strerror', None) or e}); valid: a JSON or JSONL file") from e
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"data: {path} is neither JSON nor JSONL ({e}); valid: one list, or one object a line") from e
     if not rows:
         raise ValueError(f"data: {path} has no rows; valid: at least one")
@@ -30,6 +30,10 @@ def read_rows(path, read) -> list:
     for n, row in enumerate(rows, 1):
         try:
             found.append(read(row if isinstance(row, dict) else {}))
-        except (KeyError, ValueError) as e:
-            raise ValueError(f"data: {path}, row {n}: {e.args[0]}") from e
+        except KeyError as e:
+            raise ValueError(f"data: {path}, row {n}: no {e.args[0]!r}") from e
+        except ValueError as e:
+            raise ValueError(f"data: {path}, row {n}: {e}") from e
+        except (TypeError, AttributeError, LookupError, RecursionError) as e:  # a list where a text belongs, and the like
+            raise ValueError(f"data: {path}, row {n}: is not in a form that is known ({e})") from e
     return found

@@ -170,6 +170,8 @@ def _read_question(row: dict) -> tuple[str, tuple[str, ...], list[str], list[tup
         titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
         pairs = zip(context["title"], context["sentences"]) if isinstance(context, dict) else context
         passages = [(title, "".join(sentences).strip()) for title, sentences in pairs]
+        if not all(isinstance(title, str) for title in [*titles, *(title for title, _ in passages)]):
+            raise TypeError("a title is no text")
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError("its supporting_facts or context is unlike HotpotQA's; valid: as there, or none") from e
     return row["question"], answers, list(dict.fromkeys(titles)), passages

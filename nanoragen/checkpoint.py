@@ -4,62 +4,61 @@
     folder = newest(run)                    # the newest complete one, whatever was killed when
     AutoModelForCausalLM.from_pretrained(folder);  load_state(folder)
 
-A checkpoint is written as `step_000100.tmp`, every file is synced to disk, then `complete.json` with the size of each,
-and only then is the folder renamed. A kill leaves a `.tmp`, which nobody reads and the next save removes. Sizes are checked when
-the newest is looked for, so a file cut short later is noticed too.
+A checkpoint is written as `step_000100.tmp`, every file is synced to disk, then `complete.json` with the size and SHA-256 of each,
+and only then is the folder renamed. A kill leaves a `.tmp`, which nobody reads and the next save removes; a full disk leaves
+nothing. Both are checked when the newest is looked for, and again for the files that are loaded: a file that was cut or changed
+later is noticed, and never loaded. The checksums find damage by accident; against intent they prove nothing, they lie beside.
 
 Left out: sharded and asynchronous saving.
 """
 
+import hashlib
 import json
 import os
 import random
 import re
 import shutil
-import warnings
+import sys
 from pathlib import Path
 
 MARKER = "complete.json"
 
 
+class CannotSave(RuntimeError):
+    """A checkpoint could not be written: disk full or gone. Nothing of it is left, and older ones are as they were."""
+
+
 def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
-    state: what JSON can hold, and comes back equal. The files: config, safetensors, tokenizer and chat template
-    (save_pretrained), adapter/ (if there is one; the weights have it merged in), optimizer.pt, scheduler.pt, critic.pt (if there is
-    one), random.pt, trainer_state.json, complete.json.
+    state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more. The files: config, safetensors, tokenizer
+    and chat template (save_pretrained), adapter/ (if there is one; the weights have it merged in), optimizer.pt, scheduler.pt,
+    critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
     """
-    import torch
-
-    from nanoragen import lora
+    from safetensors import SafetensorError
 
     run_dir = Path(run_dir)
     folder = run_dir / folder_name(step)
     temporary = run_dir / f"{folder.name}.tmp"
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "critic": critic}
+    parts = {name: part.state_dict() for name, part in parts.items() if part is not None} | {"random": random_state()}
+    state = {"step": step, **(state or {})}
     for left in run_dir.glob("step_*.tmp"):  # of an earlier process, killed while it saved
         shutil.rmtree(left)
-    temporary.mkdir(parents=True)
-    lora.save(model, temporary)
-    tokenizer.save_pretrained(temporary)
-    for name, part in (("optimizer", optimizer), ("scheduler", scheduler), ("critic", critic)):
-        if part is not None:
-            torch.save(part.state_dict(), temporary / f"{name}.pt")
-    torch.save(random_state(), temporary / "random.pt")
-    (temporary / "trainer_state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1) + "\n")
-    sizes = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
-    for name in sizes:
-        _sync(temporary / name)
-    (temporary / MARKER).write_text(json.dumps(sizes, indent=1) + "\n")
-    _sync(temporary / MARKER)
-    _sync(temporary)
-    if (
-        folder.exists()
-    ):  # saved again at the same step; a kill between the two renames leaves .old, which newest() reads
-        old = run_dir / f"{folder.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    temporary.rename(folder)
-    _sync(run_dir)
+    try:
+        _write(temporary, model, tokenizer, parts, state)
+        if folder.exists():  # saved again at the same step; a kill between the two renames leaves .old, which newest() reads
+            old = run_dir / f"{folder.name}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        temporary.rename(folder)
+        _sync(run_dir)
+    except (OSError, RuntimeError, SafetensorError) as e:  # what Python, torch.save and safetensors raise when a disk is full
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e
+        reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())[:150]
+        raise CannotSave(f"{run_dir}: the checkpoint of step {step} cannot be written ({reason})") from e
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # renamed by now, if all went well
     shutil.rmtree(run_dir / f"{folder.name}.old", ignore_errors=True)
     for old in [f for f in _folders(run_dir) if is_complete(f)][keep:]:
         (old / MARKER).unlink()  # first, so that a kill in mid-deletion leaves nothing that looks whole
@@ -72,23 +71,76 @@ def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def newest(run_dir) -> Path | None:
-    """The newest complete checkpoint of a run, None if there is none. Warns about newer ones that are not complete."""
+def _write(folder: Path, model, tokenizer, parts: dict, state: dict):
+    """Every file of a checkpoint, on disk; the marker last."""
+    import torch
+
+    from nanoragen import lora
+
+    folder.mkdir(parents=True)
+    lora.save(model, folder)
+    tokenizer.save_pretrained(folder)
+    for name, part in parts.items():
+        with open(folder / f"{name}.pt", "wb") as file:  # a file of Python's, so that a full disk is an OSError, at least beneath
+            torch.save(part, file)
+    (folder / "trainer_state.json").write_text(json.dumps(state, indent=1) + "\n")
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        _sync(path)
+        found[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    (folder / MARKER).write_text(json.dumps(found, indent=1) + "\n")
+    _sync(folder / MARKER)
+    _sync(folder)
+
+
+def newest(run_dir, say=lambda text: print(text, file=sys.stderr)) -> Path | None:
+    """The newest whole checkpoint of a run, None if there is none. Reads every byte of it.
+
+    say: called with a line for each newer one that is not whole: which, and why.
+    """
     for folder in _folders(Path(run_dir)):
-        if is_complete(folder):
+        wrong = damage(folder)
+        if not wrong:
             return folder
-        warnings.warn(f"{folder} is not complete and is passed over", stacklevel=2)
+        say(f"{folder} is not whole ({wrong}) and is passed over")
     return None
 
 
-def is_complete(folder) -> bool:
-    """Whether every file that was saved is there in its full size."""
+def damage(folder, which=lambda name: True) -> str:
+    """What is wrong with a checkpoint: a file that is missing, cut or changed since it was saved; "" if it is whole.
+
+    which: the files whose checksums are compared, by name. Sizes are compared of all. Checkpoints of before there were
+    checksums have sizes only.
+    """
     folder = Path(folder)
     try:
-        sizes = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError):
-        return False
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+        files = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        files = {name: {"bytes": saved} if isinstance(saved, int) else saved for name, saved in files.items()}
+    except FileNotFoundError:
+        return f"no {MARKER}: it was not saved to its end"
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return f"{MARKER} cannot be read"
+    for name, saved in files.items():
+        if not isinstance(saved, dict) or saved.keys() not in ({"bytes"}, {"bytes", "sha256"}):
+            return f"{MARKER} cannot be read"
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != saved["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {saved['bytes']}"
+        if "sha256" in saved and which(name) and _sha256(path) != saved["sha256"]:
+            return f"{name} has changed since it was saved"
+    return ""
+
+
+def is_complete(folder) -> bool:
+    """Whether every file that was saved is there in its full size. Quick: reads no contents."""
+    return not damage(folder, which=lambda name: False)
+
+
+def of_trainer(name: str) -> bool:
+    """Whether a file of a checkpoint is the trainer's own, which nobody needs to load the model."""
+    return name.endswith(".pt") or name == "trainer_state.json"
 
 
 def load_state(folder) -> dict:
@@ -96,8 +148,9 @@ def load_state(folder) -> dict:
     import torch
 
     folder = Path(folder)
-    if not is_complete(folder):
-        raise ValueError(f"resume: {folder} is not a complete checkpoint; valid: a step_... folder of a run")
+    wrong = damage(folder, which=of_trainer)
+    if wrong:
+        raise ValueError(f"resume: {folder} is not a complete checkpoint ({wrong}); valid: a step_... folder of a run")
     parts = {}
     for name in ("optimizer", "scheduler", "critic", "random"):
         file = folder / f"{name}.pt"
@@ -158,3 +211,11 @@ def _sync(path: Path):
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
+    return found.hexdigest()

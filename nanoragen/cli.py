@@ -147,6 +147,9 @@ def _parse(parser, config_class, argv) -> argparse.Namespace:
         if kind is bool:
             wrong = "neither true nor false"
         raise ValueError(f"{name}: {wrong}; valid: {', '.join(map(str, choices)) or VALID.get(kind)}") from e
+    for name, value in vars(namespace).items():
+        if isinstance(value, list):  # what argparse makes of "--steps=--"
+            raise ValueError(f"{name}: has no value; valid: --{name} value")
     for arg in rest:
         if not arg.startswith("-"):
             raise ValueError(f"{arg}: belongs to no setting; valid: --setting value")

@@ -58,7 +58,7 @@ class Critic:
         The loss is a token mean over the minibatch. Returns the mean of each logged quantity, and `critic/explained_variance`:
         1 - Var(return - value) / Var(return) over all tokens, before the update; 1 is a perfect critic, 0 or less a useless one.
         """
-        device, logs = batch.ids.device, []
+        device, logs, nonfinite = batch.ids.device, [], 0
         for epoch in range(c.epochs):
             order = rows[torch.from_numpy(rng.permutation(len(rows)))]
             for n, minibatch in enumerate(order.chunk(c.minibatches)):
@@ -80,13 +80,15 @@ class Critic:
                     self.optimizer.step()
                     self.scheduler.step()
                     logs.append({**total, "critic/grad_norm": norm})
+                else:
+                    nonfinite += 1
                 self.optimizer.zero_grad(set_to_none=True)
         mask = torch.zeros_like(batch.mask)
         mask[rows] = batch.mask[rows]
         spread = returns[mask].var(correction=0)
         explained = 1 - ((returns - old)[mask].var(correction=0) / spread).item() if spread > 0 else 0.0
         found = {k: sum(log[k] for log in logs) / len(logs) for k in (logs[0] if logs else {})}
-        return found | {"critic/explained_variance": explained}
+        return found | {"critic/explained_variance": explained, "critic/nonfinite_updates": nonfinite}
 
 
 def value_errors(value, old, returns, clip: float):

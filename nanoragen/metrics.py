@@ -117,9 +117,7 @@ def rewind(folder, step: int) -> list[dict]:
         with open(path, "rb+") as file:
             for text in file:
                 line, position = whole_record(text), position + len(text)
-                if line is not None:
-                    if line["step"] > step:
-                        break
+                if line is not None and line["step"] <= step:  # a later step before an earlier one is damage: cuts nothing off
                     end = position  # after the last whole line that stays
                     history += [line] if name == "metrics.jsonl" else []
             file.truncate(end)
@@ -130,7 +128,7 @@ def whole_record(text: bytes) -> dict | None:
     """A whole line of one of our logs as a dict; None for a torn or damaged one."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return line if text.endswith(b"\n") and isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
@@ -242,7 +240,7 @@ def console_line(m: dict) -> str:
     add("reward", lambda v: f"reward {v:6.2f}")
     add(success, lambda v: f"success {v:6.1%}")
     add("rollout/in_group_reward_std", lambda v: f"in-group std {v:5.2f}")
-    add("rollout/kept_groups", lambda v: f"kept {v}{_of_groups(v, of('rollout/filter_kept_ratio'))}")
+    add("rollout/kept_groups", lambda v: f"kept {v}/{m['rollout/groups']}" if m.get("rollout/groups") else f"kept {v}")
     add(sample + "conditional_entropy_est", lambda v: f"H(Z|X) {v:.2f}")
     add(sample + "mi_seq_estimate", lambda v: f"MI {v:.2f} of {of(sample + 'mi_upper_bound'):.2f}")
     add(
@@ -257,12 +255,10 @@ def console_line(m: dict) -> str:
     if m.get("skipped"):
         parts.append("no update: every group was filtered out")
     if m.get("nonfinite_updates"):
-        parts.append("an update was not finite and was left out")
+        parts.append(f"updates left out: {m['nonfinite_updates']:.0f}, not finite: {m.get('nonfinite', 'loss or gradient')}")
+    if m.get("critic/nonfinite_updates"):
+        parts.append(f"updates of the critic left out: {m['critic/nonfinite_updates']:.0f}, not finite")
     return " | ".join(parts)
-
-
-def _of_groups(kept, ratio: float) -> str:
-    return f"/{round(kept / ratio)}" if ratio > 0 else ""  # nan compares false
 
 
 def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[str]:
@@ -289,10 +285,11 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
     skipped, nonfinite = mean("skipped"), mean("nonfinite_updates")
     success, clipped = mean(f"{env}/success"), mean("rollout/truncated_by_context")
     out = []
-    if parse < 0.7:
+    if parse < 0.7 and mean("rollout/turns", 1.0) > 0:  # without any turn, all ran out of context
         out.append(
             f"Replies do not parse: only {parse:.0%} of the turns are <think>...</think><answer>...</answer>. "
-            "Raise --max_tokens if they are cut, or start from a model that knows the format."
+            + ("S" if clipped > 0.3 else "Raise --max_tokens if they are cut, or s")
+            + "tart from a model that knows the format."
         )
     if clipped > 0.3:
         out.append(
@@ -318,7 +315,8 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
     if not out and fell:
         out.append("The signals are there, but success fell: the steps are too large. Lower --lr, or add --beta 0.01.")
     if not out:
-        first, last = _mean([m["reward"] for m in history[:3]]), _mean([m["reward"] for m in history[-3:]])
+        rewards = [m["reward"] for m in history if m.get("reward") is not None]
+        first, last = _mean(rewards[:3]), _mean(rewards[-3:])
         out.append(
             f"The signals are there (in-group reward std {std:.2f}, {parse:.0%} of replies parse, {1 - flat:.0%} of groups vary), "
             f"but the reward is flat ({first:.2f} in the first steps, {last:.2f} in the last). "

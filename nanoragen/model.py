@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+from nanoragen.checkpoint import MARKER, damage, of_trainer
+
 NANO = Path(__file__).resolve().parent / "assets" / "nano"
 VALID = "valid: nano, a folder or .gguf file, a hub id"
 _HEAD_IS_ALL = WeakKeyDictionary()  # model -> what head_is_all found
@@ -44,7 +46,7 @@ def locate(name: str) -> tuple[str, dict]:
     if path.is_dir():
         config = path / "config.json"
         if not (
-            config.is_file() and '"model_type"' in config.read_text()
+            config.is_file() and '"model_type"' in config.read_text(errors="replace")
         ):  # a run's folder has a config.json of its own
             inside = sorted(p.name for p in path.glob("step_*") if (p / "config.json").is_file())
             hint = f", but {inside[-1]} in it is" if inside else " (no config.json with a model_type)"
@@ -62,6 +64,10 @@ def load(name="nano", *, device=None, dtype=None):
     name: "nano", a folder, a .gguf file, or a hub id. device: None or "auto" (CUDA if there is one), or as torch names it.
     dtype: of the weights, None = float32. ValueError in one line where there is no such model, or no way to fetch it.
     """
+    if (folder := Path(name).expanduser()).joinpath(MARKER).is_file():
+        wrong = damage(folder, which=lambda file: not of_trainer(file))
+        if wrong:
+            raise ValueError(f"model: {name} is damaged ({wrong}); valid: a whole checkpoint, or one you changed, without its {MARKER}")
     where, extra = locate(str(name))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -269,8 +269,11 @@ def settings(views) -> str:
 def write(text: str, path: Path):
     """Replace the file at once: who opens it sees the old page or the new one."""
     beside = path.with_name(path.name + f".{os.getpid()}")
-    beside.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)  # half a page, where the disk is full
 
 
 class Report:

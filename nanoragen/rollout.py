@@ -32,6 +32,7 @@ from nanoragen.chat import Chat, parse_reply, reasoning_span
 from nanoragen.draw import Draw
 from nanoragen.faults import containing, time_limit
 
+MAX_REWARD = 1e15  # the square of what is larger has no room in the float32 of group statistics
 UNREADABLE = "That reply could not be read. Reply with <think>...</think><answer>...</answer>.\n"
 
 
@@ -276,8 +277,8 @@ class _Table:
         for action in actions[: self.max_actions]:
             self.state, reward, terminated, truncated, info = self.env.step(action)
             self._check_text(self.state)
-            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-                raise ValueError(f"env: {self.name} returned the reward {reward!r}; valid: a finite number")
+            if not isinstance(reward, numbers.Real) or not abs(reward) < MAX_REWARD:  # NaN compares false
+                raise ValueError(f"env: {self.name} returned the reward {reward!r}; valid: a finite number, below {MAX_REWARD:g}")
             executed.append(action)
             rewards.append(float(reward))
             self.episode.success = bool(info.get("success", False))

@@ -83,11 +83,21 @@ def check(c):
             raise ValueError(f"{key}: {getattr(c, key)}; valid: 0 to 1")
     lora.check(c.lora)
     check_algorithm(c)
+    check_context(c)
     locate(c.model)
     whole = c.filter == "top_k_abs"
     if c.filter != "none" and not (1 <= c.filter_value <= c.groups if whole else 0 < c.filter_value <= 1):
         valid = f"1 to {c.groups} groups" if whole else "above 0, at most 1"
         raise ValueError(f"filter_value: {c.filter_value} with --filter {c.filter}; valid: {valid}")
+
+
+def check_context(c, model=None):
+    """ValueError where one reply alone fills the context: no episode could begin. model: once it is loaded, its positions count."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if model else None
+    limits = [(n, of) for n, of in ((c.max_context, "--max_context"), (positions, f"the context of {c.model}")) if n]
+    limit, of = min(limits, default=(math.inf, ""))
+    if c.max_tokens >= limit:
+        raise ValueError(f"max_tokens: {c.max_tokens} with {of} {limit}; valid: below {limit} by the length of a prompt")
 
 
 def check_algorithm(c):

@@ -31,7 +31,7 @@ def lines(path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two steps of frozen_lake with the bundled model."""
-    out = tmp_path_factory.mktemp("run") / "lake"
+    out = tmp_path_factory.mktemp("run") / "frozen lake"  # a space in the name
     done = command("train.py", "--env", "frozen_lake", "--out", out, *SMALL)
     assert done.returncode == 0, done.stderr[-3000:]
     return out, done
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 def test_what_a_run_says_and_leaves(run):
     out, done = run
-    assert "before, " in done.stdout and f"python eval.py --model {out / 'step_000002'} --env frozen_lake" in done.stdout
+    assert "before, " in done.stdout and f"python eval.py --model '{out / 'step_000002'}' --env frozen_lake" in done.stdout
     metrics = lines(out / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2] and json.loads((out / "config.json").read_text())["env"] == "frozen_lake"
     for m in metrics:

@@ -205,3 +205,8 @@ def test_a_broken_model_is_one_line(capsys, tmp_path, folder):
     model.save_pretrained(folder)
     text = error(capsys, "--env", "bandit", "--model", folder, "--episodes", "2", "--max_tokens", "4", "--out", str(tmp_path / "e"))
     assert "NaN" in text
+
+
+def test_a_seed_that_torch_cannot_take_is_refused():
+    with pytest.raises(ValueError, match="^seed: 9223372036854775808; valid: below 2.63"):
+        program.check(program.Config(seed=2**63))

@@ -213,3 +213,15 @@ def test_learning_rate_schedule():
         0.5
     )
     assert train.learning_rate(50, 100, Config(lr_schedule="constant")) == 1.0
+
+
+def test_a_reply_as_long_as_the_context_is_refused(tiny):
+    from nanoragen.settings import check_context
+
+    model, _ = tiny  # 2048 positions
+    with pytest.raises(ValueError, match="^max_tokens: 64 with --max_context 64; valid: below 64"):
+        check(Config(max_context=64))
+    with pytest.raises(ValueError, match="^max_tokens: 2048 with the context of nano 2048; valid"):
+        check_context(Config(max_tokens=2048), model)
+    check(Config(max_context=65))
+    check_context(Config(max_tokens=2047), model)

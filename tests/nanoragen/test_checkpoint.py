@@ -89,7 +89,7 @@ def test_the_newest_are_kept_and_found(tmp_path, parts):
 
 
 @pytest.mark.parametrize("harm", ["truncate", "delete", "no marker", "broken marker"])
-def test_a_damaged_newest_is_passed_over_with_a_message(tmp_path, parts, harm):  # C1
+def test_a_damaged_newest_is_passed_over_with_a_message(tmp_path, parts, harm, capsys):  # C1
     save(tmp_path, 1, parts)
     folder = save(tmp_path, 2, parts)
     weights, marker = folder / "model.safetensors", folder / checkpoint.MARKER
@@ -101,8 +101,9 @@ def test_a_damaged_newest_is_passed_over_with_a_message(tmp_path, parts, harm): 
         marker.unlink()
     else:
         marker.write_text(marker.read_text()[:-20])
-    with pytest.warns(UserWarning, match="step_000002 is not complete"):
-        assert checkpoint.newest(tmp_path).name == "step_000001"
+    assert checkpoint.newest(tmp_path).name == "step_000001"
+    said = capsys.readouterr().err
+    assert said.startswith(f"{folder} is not whole (") and said.endswith(" and is passed over\n") and said.count("\n") == 1
     with pytest.raises(ValueError, match="^resume: .*not a complete checkpoint"):
         checkpoint.load_state(folder)
 

@@ -160,7 +160,7 @@ def test_rollout_metrics():
 
 
 STEP = {
-    "step": 3, "reward": 1.234, "bandit/success": 0.5, "rollout/in_group_reward_std": 0.75, "rollout/kept_groups": 6,
+    "step": 3, "reward": 1.234, "bandit/success": 0.5, "rollout/in_group_reward_std": 0.75, "rollout/kept_groups": 6, "rollout/groups": 8,
     "rollout/filter_kept_ratio": 0.75, "collapse_first_turn_sample/conditional_entropy_est": 0.41,
     "collapse_first_turn_sample/mi_seq_estimate": 1.5, "collapse_first_turn_sample/mi_upper_bound": 2.08,
     "collapse_first_turn_sample/retrieval_accuracy": 0.875, "collapse_first_turn_sample/retrieval_chance_level": 0.125,
@@ -175,11 +175,11 @@ def test_console_line():
                  "retrieval  88% (chance 12%)", "12,346 tokens/s", "diverse"):  # fmt: skip
         assert part in line
     assert "\n" not in line and "held-out" not in line and "no update" not in line
-    bare = {"step": 1, "reward": 0.0, "bandit/success": 0.0, "rollout/kept_groups": 0, "rollout/filter_kept_ratio": 0.0}
+    bare = {"step": 1, "reward": 0.0, "bandit/success": 0.0, "rollout/kept_groups": 0, "rollout/groups": 8}
     bare = metrics.console_line({**bare, "skipped": 1.0, "eval/bandit/success": 0.25})
     assert (
         "MI" not in bare
-        and "kept 0 |" in bare
+        and "kept 0/8 |" in bare
         and "held-out success 25.0%" in bare
         and "every group was filtered out" in bare
     )
@@ -240,3 +240,11 @@ def test_what_the_process_holds(tmp_path):
     assert block.nbytes == 40 * 2**20 and 35 < after["memory/rss_mb"] - before["memory/rss_mb"] < 60
     assert after["memory/open_files"] == before["memory/open_files"] + 5
     assert metrics.process_metrics()["memory/open_files"] == before["memory/open_files"]
+
+
+def test_advice_does_not_contradict_itself():
+    found = outcome(0.4, 0.6)
+    cut = [{**STEP, "rollout/parse_rate": 0.0, "rollout/truncated_by_context": 1.0, "rollout/turns": turns} for turns in (0.0, 1.5)]
+    never, partly = (" ".join(metrics.diagnosis([line], found, found, "bandit")) for line in cut)
+    assert "do not parse" not in never and "Lower --max_turns or --max_tokens" in never
+    assert "do not parse" in partly and "Raise --max_tokens" not in partly and "Start from a model" in partly
