@@ -34,8 +34,10 @@ class Draw:
         return torch.full_like(scores, -math.inf).scatter(1, ids[:, None], 0.0)
 
     def values(self) -> list[list[tuple[float, float]]]:
-        """(log-prob, entropy) in nats of each drawn id, row by row; those after a row's end are of padding."""
-        logprobs, entropies = torch.stack(self.noted, 2).tolist() if self.noted else ([], [])
+        """(log-prob, entropy) in nats of each drawn id, row by row; those after a row's end are of padding. Empty rows before any."""
+        if not self.noted:
+            return [[] for _ in self.luck]
+        logprobs, entropies = torch.stack(self.noted, 2).tolist()
         return [list(zip(*row)) for row in zip(logprobs, entropies)]
 
 

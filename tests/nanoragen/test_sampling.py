@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import nanoragen.draw
 import nanoragen.rollout
 from helpers import FORGETFUL, Ladder, byte_tokenizer, tiny_model
 from nanoragen.batch import make_batch
@@ -56,7 +57,7 @@ def drawn(monkeypatch):
         calls.append((probs, draw(probs, luck)))
         return calls[-1][1]
 
-    monkeypatch.setattr(nanoragen.rollout, "draw", spy)
+    monkeypatch.setattr(nanoragen.draw, "draw", spy)
     return calls
 
 
@@ -127,7 +128,7 @@ def test_impossible_ids_and_broken_rows_while_drawing():
         assert choose.values() == [[pytest.approx((math.log(0.25 if id else 0.5), 1.5 * math.log(2)))]]
     choose = Draw(torch.zeros(1, 1, dtype=torch.float64), 1.0, 1)
     assert choose(torch.tensor([[7]]), torch.full((1, 4), math.nan)).isfinite().sum() == 1 and choose.bad
-    assert Draw(torch.zeros(0, 1), 0.7, 1).values() == []
+    assert Draw(torch.zeros(2, 1), 0.7, 1).values() == [[], []]
 
 
 def test_nothing_but_the_temperature_reshapes_the_distribution(drawn):
