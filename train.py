@@ -484,15 +484,15 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     log.close()
     page.write()
     if stop.asked and step < c.steps:
-        print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: python train.py --resume {shlex.quote(str(out))}")
+        print(f"stopped by {stop.asked} after step {step}, which is saved; go on with: {stops.resume_command(out)}")
         raise SystemExit(130)
 
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
     print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
-    command = ["python", "eval.py", "--model", str(saved), "--env", c.env, *(["--env_options", c.env_options] if c.env_options else [])]
-    print("evaluate  " + shlex.join(command))
+    command = ["python", "eval.py", "--model", str(saved), "--env", c.env]
+    print("evaluate  " + shlex.join(command + (["--env_options", c.env_options] if c.env_options else [])))
     return line
 
 
