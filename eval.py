@@ -175,7 +175,7 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as e:
         if not stops.out_of_memory(e):
             raise
-        cli.fail("eval.py", f"out of memory ({e}); lower --rollout_batch (now {c.rollout_batch}; 0: all at a time), or --max_tokens")
+        cli.fail("eval.py", f"out of memory ({e}); lower --rollout_batch (now {c.rollout_batch}; 0: all), or --max_tokens")
 
 
 if __name__ == "__main__":

@@ -497,7 +497,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     log.close()
     page.write()
     if asked and step < c.steps:
-        print(f"stopped by {asked} after step {step}, which is saved; go on with: python train.py --resume {shlex.quote(str(out))}")
+        print(f"stopped by {asked} after step {step}, which is saved; go on with: {stops.resume_command(out)}")
         distributed.finish()
         raise SystemExit(130)
 

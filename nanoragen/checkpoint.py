@@ -31,9 +31,10 @@ class CannotSave(RuntimeError):
 def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
-    state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more. The files: config, safetensors, tokenizer
-    and chat template (save_pretrained), adapter/ (if there is one; the weights have it merged in), optimizer.pt, scheduler.pt,
-    critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
+    state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more.
+
+    The files: config, safetensors, tokenizer and chat template (save_pretrained), adapter/ (if there is one; the
+    weights have it merged in), optimizer.pt, scheduler.pt, critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
     """
     from safetensors import SafetensorError
 

@@ -67,7 +67,7 @@ def load(name="nano", *, device=None, dtype=None):
     if (folder := Path(name).expanduser()).joinpath(MARKER).is_file():
         wrong = damage(folder, which=lambda file: not of_trainer(file))
         if wrong:
-            raise ValueError(f"model: {name} is damaged ({wrong}); valid: a whole checkpoint, or one you changed, without its {MARKER}")
+            raise ValueError(f"model: {name} is damaged ({wrong}); valid: a whole one, or one you changed, without {MARKER}")
     where, extra = locate(str(name))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

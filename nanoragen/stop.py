@@ -1,6 +1,6 @@
 """When a run ends before its last step: it is asked to (Ctrl-C, SIGTERM), there is nothing left to learn from, or it cannot go on.
 
-Asked to, or with nothing to learn, it loses nothing: the step is finished, a checkpoint is saved, and `--resume` goes on from there.
+Asked to, or with nothing to learn, it loses nothing: the step is finished and saved, and `--resume` goes on from there.
 Out of memory or of disk, it says in one line what to change, and the newest whole checkpoint stays as it is.
 Left out: stopping in the middle of a step, which would have nothing whole to save.
 """
@@ -77,7 +77,8 @@ def reason(error: Exception, phase: str, c) -> str | None:
     if isinstance(error, CannotSave):
         return f"out: {error}; make room there, or lower --keep (now {c.keep})"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
-        return f"out: {error.filename or 'a file'} cannot be written in {phase or 'the start'} ({error.strerror}); make room on that disk"
+        where = f"{error.filename or 'a file'} cannot be written in {phase or 'the start'}"
+        return f"out: {where} ({error.strerror}); make room on that disk"
     return None
 
 
@@ -98,8 +99,12 @@ MEMORY = (  # start of a phase's name, what to lower there; the first that fits
 def how_to_go_on(out) -> str:
     """What there is to resume of the run in a folder."""
     if any(is_complete(folder) for folder in out.glob("step_*[0-9]")):
-        return f"what was saved is whole; go on with: python train.py --resume {shlex.quote(str(out))}"
+        return f"what was saved is whole; go on with: {resume_command(out)}"
     return "no checkpoint was saved yet"
+
+
+def resume_command(out) -> str:
+    return f"python train.py --resume {shlex.quote(str(out))}"
 
 
 def out_of_memory(error: BaseException) -> bool:

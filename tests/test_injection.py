@@ -1,4 +1,4 @@
-"""Faults put into whole runs: damaged checkpoints and logs, full disks, NaN, no memory. What was saved stays whole, one line says why.
+"""Faults put into whole runs: damaged checkpoints and logs, full disks, NaN, no memory. What was saved stays whole.
 
 A tiny random model plays the bandit, so that a run takes a moment. Signals: test_signals.py. Kills while saving:
 nanoragen/test_checkpoint.py. Environments that fail: nanoragen/test_faults.py. Inputs at random: nanoragen/test_fuzz.py.
@@ -32,7 +32,8 @@ def arguments(tmp_path_factory):
     tokenizer.save_pretrained(folder)
     return ["--env", "bandit", "--model", str(folder), "--steps", "3", "--groups", "2", "--group_size", "2", "--max_turns", "1",
             "--max_tokens", "4", "--filter", "none", "--entropy_coef", "0.01", "--minibatches", "2", "--lr_warmup", "0",
-            "--lr_schedule", "constant", "--final_episodes", "2", "--eval_every", "0", "--save_every", "1", "--early_stop", "none"]  # fmt: skip
+            "--lr_schedule", "constant", "--final_episodes", "2", "--eval_every", "0", "--save_every", "1",
+            "--early_stop", "none"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ def arguments(tmp_path_factory):
     tiny_model(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ["--env", "bandit", "--model", str(folder), "--steps", "2", "--groups", "2", "--group_size", "2", "--max_turns", "1",
-            "--max_tokens", "4", "--filter", "none", "--entropy_coef", "0.01", "--minibatches", "2", "--algo", "ppo", "--beta", "0.1",
-            "--final_episodes", "2", "--eval_episodes", "2", "--eval_every", "1", "--save_every", "1"]  # fmt: skip
+            "--max_tokens", "4", "--filter", "none", "--entropy_coef", "0.01", "--minibatches", "2", "--algo", "ppo",
+            "--beta", "0.1", "--final_episodes", "2", "--eval_episodes", "2", "--eval_every", "1", "--save_every", "1"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -112,14 +112,17 @@ def checked(argv):
 
 
 @fuzz
-@given(st.lists(st.tuples(st.sampled_from([n for n in names if n not in ("--env", "--log")]), values).map("=".join), max_size=3),
-       st.lists(st.tuples(st.sampled_from(["arms", "height", "data", "a", ""]), values | any_text).map("=".join), max_size=2))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.sampled_from([n for n in names if n not in ("--env", "--log")]), values).map("=".join), max_size=3),
+    st.lists(st.tuples(st.sampled_from(["data", "eval_data", "a", ""]), values | any_text).map("=".join), max_size=2),
+)
 def test_checks_of_settings(argv, options):
     one_line(checked, ["--env=countdown", *argv, f"--env_options={','.join(options)}"])
 
 
-yaml_piece = st.sampled_from([*(n[2:] for n in names), ":", ": ", "\n", "- ", "{", "}", "[", "]", "&a", "*a", "!!python/object:os.system", "|", ">", "#", "'", '"',
-                              "? ", "---\n", "\t", "%", "!!int", "<<", "\0", "null", "1e-5", "\x85"])  # fmt: skip
+yaml_piece = st.sampled_from([*(n[2:] for n in names), ":", ": ", "\n", "- ", "{", "}", "[", "]", "&a", "*a",
+                              "!!python/object:os.system", "|", ">", "#", "'", '"', "? ", "---\n", "\t", "%", "!!int", "<<", "\0", "null",
+                              "1e-5", "\x85"])  # fmt: skip
 
 
 @fuzz
@@ -137,8 +140,10 @@ def test_files_of_settings(content):
 # -- logs and run folders ------------------------------------------------------------------------------------------------
 
 json_value = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | any_text, lambda x: st.lists(x, max_size=3) | st.dictionaries(any_text, x, max_size=3), max_leaves=8
-)  # fmt: skip
+    st.none() | st.booleans() | st.integers() | st.floats() | any_text,
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(any_text, x, max_size=3),
+    max_leaves=8,
+)
 KEYS = ["step", "reward", "bandit/success", "rollout/in_group_reward_std", "skipped", "collapse_first_turn_sample/mi_seq_estimate",
         "step_time", "time/rollout", "env", "seed", "group", "messages", "turns", "ids", "mask", "advantage", "kept", "logprobs",
         "matrix", "own", "sums", "lengths", "nonfinite_updates", "early_stopped/variance", "regime"]  # fmt: skip
