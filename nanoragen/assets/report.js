@@ -366,8 +366,8 @@ function viewer(box) {
     meaning.replaceChildren();
     if (by) el(meaning, "span", { class: "scale" }).style.background = `linear-gradient(to right, ${paintOf(0)}, ${paintOf(peak)})`;
     meaning.append({
-      logprobs: "From no colour, the token was certain, to full colour, it had a chance of 0.7% or less (log-prob -5 nats). ",
-      entropies: `From no colour, only one token was possible, to full colour, ${show(peak)} nats, the widest choice of this episode. `,
+      logprobs: "No colour: the token was certain. Full colour: it had a chance of 0.7% or less (log-prob -5 nats or less). ",
+      entropies: `No colour: only one token was possible. Full colour: ${show(peak)} nats, the widest choice of this episode. `,
       null: "Grey was read, blue is sampled reasoning, orange (dashed) the sampled answer.",
     }[by] + (by ? "Underlined: blue is reasoning, orange (dashed) the answer. A token shows its numbers under the pointer." : ""));
     place.replaceChildren();

@@ -101,6 +101,27 @@ def test_both_ways_equal_the_loop(name, temperature, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mistral", "mistral, window 12"])  # grouped queries, own positions, windows
+def test_equals_teacher_forcing_of_padded_batches(name, side):
+    """All pairs in one batch, padded on either side, as a trainer would score them: positions count the tokens that are there."""
+    model = make(MODELS[name] if name in MODELS else FALLS_BACK["mistral"][0])
+    prompts, reasonings = lists()
+    pairs = [(x, z) for z in reasonings for x in prompts]
+    T = max(len(x) + len(z) for x, z in pairs)
+    ids, mask, scored = torch.zeros(3, len(pairs), T, dtype=torch.long)
+    for b, (x, z) in enumerate(pairs):
+        at = T - len(x) - len(z) if side == "left" else 0
+        ids[b, at : at + len(x + z)], mask[b, at : at + len(x + z)] = torch.tensor(x + z), 1
+        scored[b, at + len(x) : at + len(x + z)] = 1
+    with torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits.double()
+    token = out[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    expected = (token * scored[:, 1:]).sum(1).view(len(reasonings), len(prompts))
+    for shared in (True, False):
+        close(cross_matrix(model, prompts, reasonings, shared_prefix=shared), expected)
+
+
 @pytest.mark.parametrize("name, common", [("qwen2", 0), ("qwen2", 5), ("gpt2", 5)])
 def test_common_beginnings_of_prompts(name, common):
     model = make(MODELS[name])
