@@ -19,9 +19,7 @@ Left out on purpose, against the systems this re-implements: Ray, an inference s
 term nor an algorithm's own. Shapes: G groups, K episodes a group, B = G*K episodes, P sampled (trained) tokens, V vocabulary.
 """
 
-import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -36,7 +34,7 @@ if __name__ == "__main__":
     stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
 
 from nanoragen import cli, distributed
-from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options
+from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, resumed, run_folder
 
 
 def flag(default, help, ragen=None):
@@ -60,7 +58,9 @@ COLUMNS = ("baseline", "scale", "credit", "aggregation", "clip_low", "clip_high"
 @dataclass
 class Config:
     # what to train
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags")
+    env: str = flag(
+        "sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags"
+    )
     env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
     data: str = flag("", "file or folder that it takes its instances from (envs/README.md)")
     allow_code_execution: bool = flag(False, "let --env code run what the model writes, in a sandbox (envs/README.md)")
@@ -117,8 +117,12 @@ class Config:
     )
     lora: int = flag(0, "rank of adapters that train in place of the weights; 0: none (needs peft)", "lora.rank")
     lora_alpha: float = flag(0.0, "their scale is lora_alpha / lora; 0: twice the rank", "lora.alpha")
-    clip_low: float = flag(0.0, "the ratio is clipped below 1 - clip_low; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_low")
-    clip_high: float = flag(0.0, "and above 1 + clip_high; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_high")
+    clip_low: float = flag(
+        0.0, "the ratio is clipped below 1 - clip_low; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_low"
+    )
+    clip_high: float = flag(
+        0.0, "and above 1 + clip_high; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_high"
+    )
     beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
     kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
@@ -332,6 +336,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
+    from nanoragen.metrics import interval, scores
     from nanoragen.rollout import Sampling, rollout
 
     torch.manual_seed(c.seed)
@@ -504,7 +509,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
     for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
         print(sentence)
-    print(f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}")
+    print(
+        f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}"
+    )
     print(f"evaluate  python eval.py --model {shlex.quote(str(saved))} {env_flags(c)}")
     return line
 
@@ -514,58 +521,6 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
     rise = min(1.0, (update + 1) / (c.lr_warmup + 1))
     done = min(1.0, update / updates)
     return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
-
-
-def interval(result: dict) -> str:
-    return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
-
-
-def scores(prefix: str, result: dict) -> dict:
-    """What of an evaluation goes into the log."""
-    return {f"{prefix}/{k}": result[k] for k in ("success", "success_low", "success_high", "episodes")}
-
-
-def run_folder(c: Config) -> Path:
-    """Make the run's folder. An explicit --out that already holds a run is refused; the default name is numbered."""
-    name = f"{re.sub('[^A-Za-z0-9_.-]+', '-', c.env)}-{c.algo}-{c.seed}"  # gym:a/b makes one folder
-    out = Path(c.out or f"runs/{name}")
-    number = 1
-    while (out / "metrics.jsonl").exists():
-        if c.out:
-            raise ValueError(f"out: {out} already holds a run; valid: a new folder")
-        number += 1
-        out = Path(f"runs/{name}.{number}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")
-    except OSError as e:
-        raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a folder that can") from e
-    return out
-
-
-def resumed(c: Config, argv) -> tuple[Config, Path, Path]:
-    """(settings, run folder, checkpoint) of the run that --resume names: its own settings, but what stands beside it wins."""
-    from nanoragen import checkpoint
-
-    out = Path(c.resume)
-    if not (out / "config.json").is_file():
-        raise ValueError(f"resume: {out} holds no run; valid: a run folder, as in runs/sokoban-grpo-0")
-    if c.out:
-        raise ValueError(f"out: {c.out} with --resume {out}; valid: one of them, a run goes on in its own folder")
-    saved = checkpoint.newest(out)
-    if saved is None:
-        raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
-    c = cli.parse(Config, ["--config", str(out / "config.json"), *argv], "train.py", "")
-    began = cli.parse(Config, ["--config", str(out / "config.json")], "train.py", "")
-    # what there is to restore, and to compare with, depends on them
-    for key in ("env", "env_options", "data", "model", "algo", "baseline", "lora", "lora_alpha"):
-        own, asked = getattr(began, key), getattr(c, key)
-        if asked != own:
-            raise ValueError(f"{key}: {asked} with --resume of a run of {own}; valid: {own}, or a run of its own")
-    done = int(saved.name.split("_")[1])
-    if done >= c.steps:
-        raise ValueError(f"resume: {out} has done {done} steps already; valid: --steps above {done}")
-    return c, out, saved
 
 
 def main(argv=None):

@@ -292,9 +292,7 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
             + "tart from a model that knows the format."
         )
     if clipped > 0.3:
-        out.append(
-            f"{clipped:.0%} of the episodes ran out of context. Lower --max_turns or --max_tokens, or raise --max_context."
-        )
+        out.append(f"{clipped:.0%} of the episodes ran out of context. Lower --max_turns or --max_tokens, or raise --max_context.")
     if flat > 0.7:
         if success < 0.1:
             why = "almost all fail, so make it easier (--env_options) or start from a better model"
@@ -326,9 +324,14 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
                 else "Try another --lr, more --steps, or more --groups."
             )
         )
-    head = (
-        "Held-out success fell."
-        if fell
-        else "Nothing was learned beyond chance (the intervals before and after overlap)."
-    )
+    head = "Held-out success fell." if fell else "Nothing was learned beyond chance (the intervals before and after overlap)."
     return [head, *out]
+
+
+def interval(result: dict) -> str:
+    return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
+
+
+def scores(prefix: str, result: dict) -> dict:
+    """What of an evaluation goes into the log."""
+    return {f"{prefix}/{k}": result[k] for k in ("success", "success_low", "success_high", "episodes")}

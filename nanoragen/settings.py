@@ -1,10 +1,15 @@
-"""Settings of a run that cannot work, or contradict each other: one clear line, before anything heavy is imported.
+"""What a run's settings come to: its folder, what it resumes, its environment; and which cannot work, in one clear line, before
+anything heavy is imported.
 
 Every error is a ValueError "setting: value; valid: ...". Left out: correcting a setting, and warnings.
 """
 
+import json
 import math
+import re
 import shlex
+from dataclasses import asdict
+from pathlib import Path
 
 from nanoragen import cli
 
@@ -38,6 +43,49 @@ def env_flags(c) -> str:
     """The flags that choose the environment and its options, as one would type them."""
     flags = ["--env", c.env] + (["--env_options", c.env_options] if c.env_options else []) + (["--data", c.data] if c.data else [])
     return shlex.join(flags + ["--allow_code_execution"] * c.allow_code_execution)
+
+
+def run_folder(c) -> Path:
+    """Make the folder of a run of these settings. An explicit --out that already holds a run is refused; the default name is numbered."""
+    name = f"{re.sub('[^A-Za-z0-9_.-]+', '-', c.env)}-{c.algo}-{c.seed}"  # gym:a/b makes one folder
+    out = Path(c.out or f"runs/{name}")
+    number = 1
+    while (out / "metrics.jsonl").exists():
+        if c.out:
+            raise ValueError(f"out: {out} already holds a run; valid: a new folder")
+        number += 1
+        out = Path(f"runs/{name}.{number}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")
+    except OSError as e:
+        raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a folder that can") from e
+    return out
+
+
+def resumed(c, argv) -> tuple:
+    """(settings, run folder, checkpoint) of the run that --resume names: its own settings, but what stands beside it wins."""
+    from nanoragen import checkpoint
+
+    out = Path(c.resume)
+    if not (out / "config.json").is_file():
+        raise ValueError(f"resume: {out} holds no run; valid: a run folder, as in runs/sokoban-grpo-0")
+    if c.out:
+        raise ValueError(f"out: {c.out} with --resume {out}; valid: one of them, a run goes on in its own folder")
+    saved = checkpoint.newest(out)
+    if saved is None:
+        raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")
+    c = cli.parse(type(c), ["--config", str(out / "config.json"), *argv], "train.py", "")
+    began = cli.parse(type(c), ["--config", str(out / "config.json")], "train.py", "")
+    # what there is to restore, and to compare with, depends on them
+    for key in ("env", "env_options", "data", "model", "algo", "baseline", "lora", "lora_alpha"):
+        own, asked = getattr(began, key), getattr(c, key)
+        if asked != own:
+            raise ValueError(f"{key}: {asked} with --resume of a run of {own}; valid: {own}, or a run of its own")
+    done = int(saved.name.split("_")[1])
+    if done >= c.steps:
+        raise ValueError(f"resume: {out} has done {done} steps already; valid: --steps above {done}")
+    return c, out, saved
 
 
 def check(c):
