@@ -5,9 +5,9 @@ early stops see all episodes, and every process decides the same. Each scores an
 weights that count tokens over all of it: the gradients add up to those of one process. Only the first process writes and prints.
 
 The gradients are summed by hand, where the update is read. The wrapper DistributedDataParallel averages, while our weights want a
-sum; it communicates in every backward pass, of which a minibatch has several; and a process without a row has none. Left out: FSDP2,
-for models that do not fit one device (sampling would gather the weights for every token), a split of the MI's matrix (it is small;
-every process makes all of it), and processes that join or leave.
+sum; it communicates in every backward pass, of which a minibatch has several; and a process without a row has none. Left out:
+FSDP2, for models that do not fit one device (sampling would gather the weights for every token), a split of the MI's matrix (it is
+small; every process makes all of it), and processes that join or leave.
 """
 
 import os
