@@ -358,10 +358,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None, contain_faults=True,
         env_timeout=c.env_timeout or None,
     )  # fmt: skip
-    history, before, first, regime, ema, done = [], None, None, "", collapse.Ema(), 0
+    history, before, measured, regime, ema, done = [], None, [], "", collapse.Ema(), 0
     if saved:
         state = checkpoint.restore(saved, optimizer, scheduler, critic)
-        before, first, regime, done = state["before"], state["first_regime"], state["regime"], state["step"]
+        before, measured, regime, done = state["before"], state["measured"], state["regime"], state["step"]
         ema.load_state_dict(state["ema"])
         history = distributed.on_first(lambda: metrics.rewind(out, done))
     if distributed.rank() == 0:
@@ -390,7 +390,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
 
     def keep_step(step):
         phase("save")
-        state = {"step": step, "before": before, "first_regime": first, "regime": regime, "ema": ema.state_dict()}
+        state = {"step": step, "before": before, "measured": measured, "regime": regime, "ema": ema.state_dict()}
         parts = {"optimizer": optimizer, "scheduler": scheduler, "critic": critic, "state": state, "keep": c.keep}
         return distributed.on_first(lambda: checkpoint.save(out, step, model, tokenizer, **parts))
 
@@ -428,9 +428,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
                 found, logged = collapse.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
             line.update(logged)
             if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
-                here = found["conditional_entropy_est"], found["mi_seq_estimate"]
-                first = first or here  # the regime is judged against the run's first measurement
-                line["regime"], regime = collapse.regime(*here, *first), collapse.regime_sentence(*here, *first)
+                measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"]))
+                del measured[1 : -collapse.RECENT]
+                judged = *collapse.recent(measured), *measured[0]  # the last few against the run's first
+                line["regime"], regime = collapse.regime(*judged), collapse.regime_sentence(*judged)
                 cross.write([report.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 

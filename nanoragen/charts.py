@@ -33,7 +33,9 @@ class View:
         information = dict(zip(*run.series(self.sample + "mi_seq_estimate")))
         measured = [(s, h, information[s]) for s, h in zip(steps, entropy) if h is not None and information.get(s) is not None]
         self.measured = measured  # [(step, H(Z|X), MI)]
-        self.regimes = [(s, collapse.regime(h, mi, *measured[0][1:])) for s, h, mi in measured]
+        pairs = [(h, mi) for _, h, mi in measured]
+        self.recent = [(s, *collapse.recent(pairs[max(0, i + 1 - collapse.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)]
+        self.regimes = [(s, collapse.regime(h, mi, *pairs[0])) for s, h, mi in self.recent]
         self.evaluations = []  # [(step, {"success": , "success_low": , ...})]; step 0: before training
         for m in self.history:
             for at, prefix in ((0, "eval/before/"), (m.get("step"), "eval/")):
@@ -155,7 +157,7 @@ def regime_chart(views):
             continue
         h0, mi0 = v.measured[0][1:]
         kept = spread(range(len(v.measured)), MAX_POINTS)
-        points = [v.measured[i] for i in kept]
+        points = [v.recent[i] for i in kept]
         scale = [h0 if h0 > 0 else 1.0, mi0 if mi0 > 0 else 1.0]
         drawn.append({
             "name": v.name, "color": n, "step": [p[0] for p in points],
@@ -169,7 +171,8 @@ def regime_chart(views):
         said.append((v.name, text))
     healthy = (
         "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI, up). Falling "
-        "down is template collapse, which entropy alone does not show. 1 is the run's first measurement."
+        "down is template collapse, which entropy alone does not show. 1 is the run's first measurement, a point the mean of "
+        f"the last {collapse.RECENT}."
     )
     spec = {"kind": "map", "low": collapse.LOW, "runs": drawn, "strips": strips, "x": "H(Z|X) / first", "y": "MI / first"}
     return ("Reasoning regimes", healthy, said, spec) if drawn else None
@@ -178,7 +181,7 @@ def regime_chart(views):
 def found_and_todo(view) -> tuple[str, str]:
     """The last regime with its numbers and what it means, and what to do about it (both from collapse.py)."""
     todo = collapse.MEANING[view.regimes[-1][1]].split("; ", 1)[1]
-    return collapse.regime_sentence(*view.measured[-1][1:], *view.measured[0][1:]).removesuffix(f"; {todo}"), todo
+    return collapse.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:]).removesuffix(f"; {todo}"), todo
 
 
 def spells(regimes) -> list:

@@ -245,10 +245,17 @@ def diagnose(model, episodes, ema=None, **how) -> tuple[Measurement, dict[str, f
 
 # ---------------------------------------------------------------------------------------------------------- the regimes
 LOW = 0.5  # share of the first measurement below which H(Z|X) or MI counts as lost
+RECENT = 5  # measurements whose mean is judged: one alone, of a few prompts, jumps
+
+
+def recent(measured) -> tuple[float, float]:
+    """Means of the last RECENT of (H(Z|X), MI) pairs; of all where there are fewer."""
+    last = measured[-RECENT:]
+    return sum(h for h, _ in last) / len(last), sum(mi for _, mi in last) / len(last)
 
 
 def regime(h, mi, h0, mi0) -> str:
-    """Name of what H(Z|X) and MI show against the run's first measurement (h0, mi0). Low: below LOW of it, or none."""
+    """Name of what H(Z|X) and MI (of `recent`) show against the run's first measurement (h0, mi0). Low: below LOW of it, or none."""
     low_h = h <= 0 or h < LOW * h0
     low_mi = mi <= 0 or mi < LOW * mi0
     if low_mi:

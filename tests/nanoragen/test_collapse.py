@@ -432,6 +432,12 @@ def test_regimes(h, mi, name):
     assert sentence.startswith(name) and "\n" not in sentence and f"{mi:.2f}" in sentence
 
 
+def test_the_regime_is_that_of_the_last_few_measurements():
+    measured = [(9.0, 9.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0), (4.0, 8.0), (5.0, 0.0)]
+    assert collapse.RECENT == 5 and collapse.recent(measured) == (3.0, 4.0)
+    assert collapse.recent(measured[:2]) == (5.0, 5.5)
+
+
 def test_a_run_that_starts_without_input_dependence_is_not_called_diverse():
     assert regime(1.0, 0.0, 1.0, 0.0) == regime(1.0, -0.2, 1.0, -0.3) == "template collapse"
     assert regime(1.0, 0.5, 1.0, 0.0) == "diverse"

@@ -119,8 +119,8 @@ def test_the_numbers_are_the_logs(make):
     assert reward["high"][2] - reward["y"][2] == pytest.approx(1.96 * 0.4 / math.sqrt(32), abs=1e-5)
     held = drawn["success"]["series"][1]
     assert (held["x"], held["y"]) == ([0, 8], [0.4, 0.7]) and held["high"] == pytest.approx([0.45, 0.75])
-    found = drawn["regimes"]["runs"][0]  # over the first measurement
-    assert found["x"][0] == found["y"][0] == 1 and found["y"][-1] == pytest.approx((2 - 8 / 90) / (2 - 1 / 90), rel=1e-5)
+    found = drawn["regimes"]["runs"][0]  # over the first measurement; the last point is the mean of steps 4 to 8
+    assert found["x"][0] == found["y"][0] == 1 and found["y"][-1] == pytest.approx((2 - 6 / 90) / (2 - 1 / 90), rel=1e-5)
     assert drawn["cross"]["runs"][0]["frames"][-1] == {
         "step": 8,
         "p": [[0.75, 0.25], [0.125, 0.875]],
@@ -181,7 +181,8 @@ def test_verdict_of_template_collapse(make):
     folder = make(change=lambda s: {S + "mi_seq_estimate": 2.0 if s < 5 else 0.2})
     level, head, why = verdict(folder)
     assert level == "bad" and "template collapse" in head and "--filter top_p" in why
-    assert "steps 1 to 4: diverse; steps 5 to 8: template collapse" in words(page_of(folder))
+    # means of five: (4 x 2 + 0.2) / 5 = 1.64 at step 5, 1.28, then 0.92, under half
+    assert "steps 1 to 6: diverse; steps 7 to 8: template collapse" in words(page_of(folder))
 
 
 @pytest.mark.parametrize(
@@ -216,8 +217,15 @@ def test_verdict_names_what_happened(make):
     assert level == "unknown" and "ends at step 2 of 20" in why
 
 
+def test_one_measurement_that_jumps_is_not_the_verdict(make):
+    """A run whose reasoning collapsed, and a last measurement of a few prompts that looks well by chance."""
+    folder = make(change=lambda s: {S + "mi_seq_estimate": 2.0 if s in (1, 8) else 0.1})
+    assert "template collapse" in verdict(folder)[1]
+    assert verdict(make("other", change=lambda s: {S + "mi_seq_estimate": 0.1 if s == 8 else 2.0}))[0] == "good"
+
+
 def test_the_thresholds_are_those_of_collapse(make, monkeypatch):
-    folder = make(change=lambda s: {S + "mi_seq_estimate": 2.0 if s < 8 else 1.6})
+    folder = make(change=lambda s: {S + "mi_seq_estimate": 2.0 if s < 4 else 1.6})
     assert data_of(page_of(folder))["charts"]["regimes"]["low"] == collapse.LOW == 0.5 and verdict(folder)[0] == "good"
     monkeypatch.setattr(collapse, "LOW", 0.85)
     assert data_of(page_of(folder))["charts"]["regimes"]["low"] == 0.85 and "template collapse" in verdict(folder)[1]
