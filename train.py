@@ -484,7 +484,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         early = stops.early_stop(history, c.env, c.early_stop)
         if early:
             line[f"early_stopped/{early[0]}"] = 1.0
-        asked = next(filter(None, distributed.gather(stop.asked)), None)  # whichever process was asked, all stop
+        asked = distributed.first(stop.asked)  # whichever process was asked, all stop
         last = step == c.steps or early or asked
         log.step(line)
         log.rollouts(step, episodes, credited.tolist(), [keep[g] for g in group])
@@ -492,9 +492,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         due = last or (c.save_every and step % c.save_every == 0)
         if due:
             saved = keep_step(step)
+            asked = distributed.first(stop.asked)  # perhaps while it was saved
         page.refresh()  # written when that is cheap: under 1% of the time
         bar.update()
-        if last or (due and stop.asked):  # asked while it was saved
+        if last or (due and asked):
             break
     if early and step < c.steps:
         say(f"stopped early: {early[1]} (--early_stop)")

@@ -74,6 +74,11 @@ def gather(item) -> list:
     return found
 
 
+def first(item):
+    """The item of the first process that has one; None where none has."""
+    return next(filter(None, gather(item)), None)
+
+
 def on_first(make):
     """make(), called by the first process alone; all wait for it, and get what it returned or raised."""
     if world() == 1:
