@@ -219,7 +219,7 @@ def known(kinds=("plain", "entropy_0.1", "noise_1"), seeds=4):
 def test_known_answers_are_found():
     runs = known()
     results = analyse(runs)
-    mi, entropy, stronger, success, kept_mi, seconds, lost, task, lead = results["claims"]
+    mi, entropy, stronger, success, kept_mi, seconds, lost, lost_too, task, lead = results["claims"]
     assert mi["value"] > 0.98 and mi["low"] > 0.9 and mi["verdict"] == "reproduced" and mi["n"] == 24
     assert abs(entropy["value"]) < 0.5 and entropy["verdict"] == "measured"
     assert stronger["value"] == pytest.approx(mi["value"] - abs(entropy["value"])) and stronger["verdict"] == "reproduced"
@@ -227,7 +227,7 @@ def test_known_answers_are_found():
     half = t95(11) * np.std([0, 0.1, 0.2, 0.3] * 3, ddof=1) / math.sqrt(12)
     assert (success["low"], success["high"]) == pytest.approx((9.85 - half, 9.85 + half))
     assert kept_mi["value"] == pytest.approx(0.5) and seconds["value"] == pytest.approx(-50) and seconds["verdict"] == "measured"
-    assert (lost["value"], lost["verdict"], results["collapsed"]) == (0, "not reproduced", [])
+    assert (lost["value"], lost["verdict"], lost_too["value"], results["collapsed"]) == (0, "not reproduced", 0, [])
     assert (
         task["value"] == pytest.approx(1.15) and task["n"] == 16 and task["verdict"] == "reproduced"
     )  # runs with noise are left out
@@ -239,15 +239,17 @@ def test_known_answers_are_found():
 
 
 @pytest.mark.parametrize(
-    "mi, entropy, want", [(0.99, 1.09, True), (0.99, 0.91, True), (1.01, 1.0, False), (0.5, 1.11, False), (0.5, 0.89, False)]
+    "mi, entropy, within, above",
+    [(0.99, 1.09, 1, 1), (0.99, 0.91, 1, 1), (1.01, 1.0, 0, 0), (0.5, 1.11, 0, 1), (0.5, 3.0, 0, 1), (0.5, 0.89, 0, 0)],
 )
-def test_template_collapse_is_listed(mi, entropy, want):
+def test_template_collapse_is_listed(mi, entropy, within, above):
     runs = [*known(), summary("none-kl_1-0", lines(0.2, mi, entropy), "lake")]
     results = analyse(runs)
-    assert results["collapsed"] == (["none-kl_1-0"] if want else [])
-    assert results["claims"][6]["verdict"] == ("reproduced" if want else "not reproduced")
+    assert results["collapsed"] == ["none-kl_1-0"] * above
+    for claim, want in zip(results["claims"][6:8], (within, above)):
+        assert (claim["value"], claim["verdict"]) == (want, "reproduced" if want else "not reproduced")
     text = markdown({**results, "runs": runs, "unfinished": []})
-    assert ("none-kl_1-0." if want else "there was no such run.") in text
+    assert ("none-kl_1-0." if above else "there was no such run.") in text
 
 
 def test_the_opposite_and_too_little_are_said_as_such():
