@@ -39,7 +39,8 @@ from nanoragen.intervals import bootstrap, spearman, t_interval, verdict
 ROOT = Path(metrics.__file__).resolve().parent.parent
 FIRST_TURN = "collapse_first_turn_sample/"
 FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_value": 0.9}}
-COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1}  # all runs as long as each other
+# All runs are as long as each other, and what acts on them acts to the end: no decay of the learning rate, as in the paper's runs.
+COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1, "lr_schedule": "constant"}
 QUICK = {"env": "bandit", "steps": 100, "groups": 8, "group_size": 4, "final_episodes": 256, "grad_every": 20, "save_every": 50}
 FULL = {"env": "frozen_lake", "steps": 32, "groups": 16, "group_size": 8, "final_episodes": 256, "grad_every": 8, "save_every": 8}
 STRENGTHS = {
