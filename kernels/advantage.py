@@ -52,8 +52,8 @@ def group_advantages(
                  launch, by torch: it is spread over the device, which the one program of the filter is not
 
     Returns float32 (float64 for float64, torch only). Dropped groups have advantage 0; so have groups of equal rewards and of
-    one. Whether rewards are finite is for the caller to check, where the episode is still known: looking would wait for the
-    device here. ValueError for a setting that is none of the above or, on a CPU, an id outside 0 to G - 1.
+    one, and a group with a reward that is not finite, which is never kept: whether rewards are finite is for the caller to check,
+    where the episode is still known, and looking would wait for the device here. ValueError for a setting that is none of the above or, on a CPU, an id outside 0 to G - 1.
     RAGEN's own setting: top_p linear 0.9, include_zero False, selection_eps 0.01, reward_std. (Its top_k rounds down, to at
     least one; its linear top_p keeps zeros at filter_value 1.)
     """
@@ -144,7 +144,8 @@ def _group_advantages(
         variance = tl.where(equal, 0.0, tl.sum(squares, 1) / tl.maximum(count_g - DDOF, 1.0))
         std = tl.sqrt(variance)
         score = (variance if VARIANCE else std).to(tl.float32)
-        candidate = (count_g > 0) if ZERO else (count_g > 0) & (score > 0)
+        finite = (tl.abs(score) < float("inf")) & (tl.abs(mean) < float("inf"))  # NaN is not either
+        candidate = (count_g > 0) & finite if ZERO else (count_g > 0) & finite & (score > 0)
         inside = g < G
         ranked_by = tl.where(candidate & inside, score, float("-inf"))
         top = tl.maximum(top, tl.max(ranked_by, 0))

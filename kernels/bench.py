@@ -256,6 +256,7 @@ def cases(device, quick):
             "ours": forward(linear_logprob_entropy, hidden, weight, targets),
             "torch": forward(plain_linear, hidden, weight, targets),
             "the product alone": forward(lambda h, w: h @ w.T, hidden, weight),
+            **({"ours, float32 head": forward(linear_logprob_entropy, hidden, weight.float(), targets)} if cuda else {}),  # training's
         }, flops=2 * P * D * V, error=error)  # fmt: skip
 
         slope = [backward(f, h, w, few[2])()() for f, (h, w) in zip((linear_logprob_entropy, plain_linear), pair)]
@@ -344,15 +345,20 @@ def bench(quick: bool, out: Path | None):
         for r in run(case, device, runs, rates):
             rows.append(r)
             print(line(r), flush=True)
+        if out:  # after each case: what is stopped has not measured in vain
+            write(out, title, rows)
     if out:
-        out.mkdir(parents=True, exist_ok=True)
-        with (out / "bench.csv").open("w", newline="") as file:
-            table = csv.DictWriter(file, ["machine", *rows[0]])
-            table.writeheader()
-            table.writerows({"machine": title, **r} for r in rows)
-        (out / "bench.md").write_text("\n".join([title, "", HEADER, *map(line, rows), ""]))
-        (out / "bench.svg").write_text(picture(title, rows))
         print(f"\n{out / 'bench.csv'}\n{out / 'bench.md'}\n{out / 'bench.svg'}")
+
+
+def write(out: Path, title: str, rows: list[dict]):
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "bench.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["machine", *rows[0]])
+        table.writeheader()
+        table.writerows({"machine": title, **r} for r in rows)
+    (out / "bench.md").write_text("\n".join([title, "", HEADER, *map(line, rows), ""]))
+    (out / "bench.svg").write_text(picture(title, rows))
 
 
 def main(argv=None):

@@ -1,6 +1,6 @@
 """What the compiler makes of the kernels, on a machine without a GPU: `python -m nanoragen.kernels.bench --compile`.
 
-Every variant (types, alignment, rules: whatever is a compile-time constant) is compiled ahead of time for four targets; from what
+The variants (types, alignment, rules: what is a compile-time constant; not every product of them) are compiled ahead of time for four targets; from what
 comes out are read the registers and spills (NVIDIA's assembler, AMD's metadata), the widest global load, asynchronous copies
 included, and whether matrix instructions are there. tests/kernels/test_compile.py holds them to bounds. Left out: times, and
 shared memory.
@@ -52,7 +52,15 @@ def variants():
             which = ", bias" * bias + ", no entropy (cross)" * (not entropy) + ", odd D" * (not even) + of
             constants = {"BIAS": bias, "ENTROPY": entropy, "SPAN": linear.SPAN, "EVEN": even, **blocks}
             yield f"linear, tokens{which}", linear._walk, constants, types if even else {**types, "D": "i32 odd"}, 8
-        yield f"linear, d logits{of}", linear._d_logits, {"BIAS": False, "EVEN": True, **blocks}, types, 8
+        for bias, even in ((False, True), (True, False)):
+            constants = {"BIAS": bias, "EVEN": even, **blocks}
+            which = ", bias, odd D" * bias + of
+            yield f"linear, d logits{which}", linear._d_logits, constants, types if even else {**types, "D": "i32 odd"}, 8
+    for kind, of in (("bf16", ", float32 head"), ("fp16", ", fp16")):  # the first is what training runs: master weights
+        types = {n: f"*{kind}" for n in ("HIDDEN", "WEIGHT", "BIAS_PTR", "OUT")} | ({"WEIGHT": P} if kind == "bf16" else {})
+        constants = {"BIAS": False, "EVEN": True, **linear.BLOCKS16}
+        yield f"linear, tokens{of}", linear._walk, {"ENTROPY": True, "SPAN": linear.SPAN, **constants}, types, 8
+        yield f"linear, d logits{of}", linear._d_logits, constants, types, 8
     yield "linear, spans", linear._merge_spans, {"BLOCK": 128}, {}, 4
     yield "cross, segments", cross._segment_sum, {"BLOCK": 128}, {"CU": "*i32"}, 1
     wide = {"WEIGHT": "*fp64", "MATCHED": "*fp64", "MARGINAL": "*fp64", "ABOVE": "*i32", "TIED": "*i32"}
@@ -88,7 +96,8 @@ def _nvidia(built) -> dict:
     import triton
 
     ptx = built.asm["ptx"]
-    loads = [int(v or 1) * int(b) for v, b in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)]
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)  # a lone b64 is a target, not a logit
+    loads = [int(v or 1) * int(b) for v, b in loads if v or b != "64"]
     copies = [8 * int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", ptx)]
     arch = re.search(r"\.target (\w+)", ptx)[1]
     matrix = bool(re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", ptx))
@@ -110,7 +119,8 @@ def _nvidia(built) -> dict:
 
 def _amd(built) -> dict:
     text = built.asm["amdgcn"]
-    widths = [32 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?\b", text)]
+    widths = [32 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?\b", text) if n != "2"]  # as above
+    widths += [16] * bool(re.search(r"(?:global|buffer)_load_(?:[us]short|short_d16)", text))
     return {
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", text)[1]),
         "spills": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]),

@@ -11,6 +11,8 @@ only: this is a diagnosis. Source: RAGEN-2 (arXiv 2604.06268), the estimate of I
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from nanoragen.kernels import linear, reference
@@ -31,8 +33,11 @@ def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, *, temperature=1.0
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}, cu_seqlens "
             f"{tuple(cu_seqlens.shape)} do not fit; valid: [P, D], [V, D], [P], [S + 1]"
         )
-    if not temperature > 0:
+    if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: {temperature}; valid: above 0")
+    on_cpu = cu_seqlens.device.type == "cpu"  # elsewhere the host would have to wait to see
+    if on_cpu and not (cu_seqlens[0] == 0 and cu_seqlens[-1] == len(targets) and (cu_seqlens.diff() >= 0).all()):
+        raise ValueError(f"cu_seqlens: {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; valid: rising from 0 to {len(targets)}")
     hidden, weight = hidden.detach(), weight.detach()
     if not (use_triton(backend, hidden) and hidden.dtype != torch.float64):
         return reference.cross_logprob_matrix(hidden, weight, targets, cu_seqlens, float(temperature))
@@ -97,8 +102,9 @@ def cross_statistics(sums, own, weights=None, *, backend="auto") -> CrossStatist
 def _row_statistics(L, OWN, WEIGHT, MATCHED, MARGINAL, ABOVE, TIED, N, TIE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row, which it reads twice: for the maximum and the rank, then for the sum relative to the maximum."""
     row = tl.program_id(0).to(tl.int64)
-    matched = tl.load(L + row * N + tl.load(OWN + row)).to(tl.float64)
-    near = TIE * tl.maximum(tl.abs(matched), 1.0)
+    own = tl.load(OWN + row)
+    matched = tl.load(L + row * N + own).to(tl.float64)
+    near = tl.where(tl.abs(matched) < float("inf"), TIE * tl.maximum(tl.abs(matched), 1.0), 0.0)
     top = tl.full((BLOCK,), float("-inf"), tl.float64)
     above = tl.zeros((BLOCK,), tl.int32)
     tied = tl.zeros((BLOCK,), tl.int32)
@@ -107,7 +113,8 @@ def _row_statistics(L, OWN, WEIGHT, MATCHED, MARGINAL, ABOVE, TIED, N, TIE: tl.c
         x = tl.load(L + row * N + j, mask=j < N, other=float("-inf")).to(tl.float64)
         w = tl.load(WEIGHT + j, mask=j < N, other=0.0)
         above += (x - matched > near).to(tl.int32)
-        tied += ((tl.abs(x - matched) <= near) & (j < N)).to(tl.int32)
+        same = (tl.abs(x - matched) <= near) | (x == matched) | (j == own)  # the own one counts whatever it is
+        tied += (same & (j < N)).to(tl.int32)
         top = tl.maximum(top, tl.where(w > 0, x, float("-inf")))
     m = tl.max(top, 0)
     shift = tl.where(m == float("-inf"), 0.0, m)  # no prompt of the mixture makes this row: log 0, not -inf - -inf

@@ -14,11 +14,13 @@ only known once the policy loss has seen the log-probs: the price is one GEMM of
 compute (scoring: old policy, reference, cross matrix) nothing but the results is kept.
 
 Spans and tiles are functions of V and the inputs' type alone and are summed in order, without atomics, so a token's result is
-the same bits alone, among others, and anywhere among them. Tokens are on grid axis 0; offsets are 64-bit; no kernel is compiled
+the same bits alone, among others, and anywhere among them (of the kernels: the CPU twin leaves its products to a BLAS). Tokens are on grid axis 0; offsets are 64-bit; no kernel is compiled
 for a particular number of tokens. Left out: second derivatives, a head split over devices.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -60,7 +62,7 @@ def linear_logprob_entropy(
         )
     if targets.is_floating_point():
         raise ValueError(f"targets: {targets.dtype}; valid: an integer type")
-    if not temperature > 0:
+    if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: {temperature}; valid: above 0")
     if not workspace > 0:
         raise ValueError(f"workspace: {workspace}; valid: bytes, above 0")
@@ -141,7 +143,8 @@ def backward(hidden, weight, bias, targets, temperature, workspace, saved, g, h,
     (P, D), V, kind, device = hidden.shape, len(weight), hidden.dtype, hidden.device
     # d logits are kept in hidden's type, over a power of two that brings the largest upstream gradient to 1 to 2: exact, and
     # fp16 neither overflows under a scaled loss nor loses the small ones of a mean over many tokens
-    scale = torch.exp2(torch.maximum(g.abs().amax(), h.abs().amax()).clamp(min=1e-30).log2().floor())
+    largest = torch.stack([g, h]).abs()  # of the finite ones: one that is not spoils its own token only
+    scale = torch.exp2(torch.where(largest.isfinite(), largest, 0.0).amax().clamp(min=1e-30).log2().floor())
     g, h, scale = g / scale, h / scale, scale / temperature
     # a tile's sides are multiples of 128, so that every slice starts on 16 bytes
     tokens, columns = reference.tile(P, triton.cdiv(V, 128) * 128, 2**62, workspace, hidden.element_size(), 6 * D)

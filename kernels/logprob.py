@@ -24,6 +24,8 @@ masked. Left out: splitting a row over programs (few rows leave a GPU idle), and
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -65,7 +67,9 @@ def check_logits(logits, targets, temperature, inplace):
     """ValueError for what no kernel over rows of logits can take."""
     if logits.ndim < 1 or logits.shape[:-1] != targets.shape or logits.shape[-1] == 0:
         raise ValueError(f"targets: shape {tuple(targets.shape)} for logits {tuple(logits.shape)}; valid: logits' without the last")
-    if not temperature > 0:
+    if targets.is_floating_point():
+        raise ValueError(f"targets: {targets.dtype}; valid: an integer type")
+    if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: {temperature}; valid: above 0")
     if not (inplace and logits.requires_grad and torch.is_grad_enabled()):
         return
@@ -215,7 +219,7 @@ def _forward(
 def _gradient(x, columns, y, m, log2_s, entropy, g, h, scale2, inv_temperature):
     """d/d logits of g * logprob + h * entropy, for a tile."""
     log2_p = (x - m) * scale2 - log2_s
-    log_p = tl.maximum(log2_p * 0.6931471805599453, -1e30)  # p = 0 at -inf, and 0 * -inf would be NaN
+    log_p = tl.maximum(log2_p * 0.6931471805599453, -1e4)  # p = 0 from there on: 0 * (h log p) is 0, not 0 * -inf
     return (tl.where(columns == y, g, 0.0) - tl.exp2(log2_p) * (g + h * (log_p + entropy))) * inv_temperature
 
 

@@ -121,7 +121,7 @@ def _token(logprob, old, ref, advantage, low, high, KIND: tl.constexpr, HAS_REF:
     kl_slope = 0.0
     if HAS_REF:
         apart = ref - logprob
-        d = tl.minimum(tl.maximum(apart, -20.0), 20.0)
+        d = tl.where(apart != apart, apart, tl.minimum(tl.maximum(apart, -20.0), 20.0))  # NaN stays NaN, to be seen
         if KIND == "k1":
             kl = -d
             kl_slope = 1.0
@@ -154,8 +154,9 @@ def _forward(
         old = logprob if OLD is None else tl.load(OLD + row)
         ref = logprob if REF is None else tl.load(REF + row)
         policy, slope, clipped, kl, kl_slope = _token(logprob, old, ref, advantage, low, high, KIND, REF is not None)
-        tl.store(LOSS + row, weight * (policy + beta * kl - entropy_coef * entropy))
-        tl.store(G + row, weight * (slope + beta * kl_slope))
+        penalty = tl.where(beta == 0, 0.0, beta * kl)
+        tl.store(LOSS + row, tl.where(weight == 0, 0.0, weight * (policy + penalty - entropy_coef * entropy)))
+        tl.store(G + row, tl.where(weight == 0, 0.0, weight * (slope + beta * kl_slope)))
         tl.store(LOGPROB + row, logprob)
         tl.store(ENTROPY + row, entropy)
         tl.store(CLIPPED + row, clipped.to(tl.float32))

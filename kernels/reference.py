@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 CHUNK = {"cpu": 2**19}  # elements of a chunk of logits: 2 MiB in float32, about a core's cache; elsewhere launches count more
+LEAST = -1e4  # log p of what has p = 0 even in float64; times any upstream gradient it is finite, so that 0 times it is 0
 COLUMNS = 2**14  # vocabulary entries whose weights are held in float32 at a time
 
 
@@ -108,7 +109,7 @@ class LogprobEntropy(torch.autograd.Function):
             y = take(rows, t).to(top.dtype).sub_(top[t, None]).div_(ctx.temperature).sub_(log_s[t, None])  # log p
             p = y.exp()
             # d logprob / dx = [x is target] - p;  d H / dx = -p (log p + H)
-            y.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
+            y.clamp_(min=LEAST).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
             y.scatter_add_(1, targets[t, None], g[t].to(y.dtype))
             put(out, t, y.div_(ctx.temperature).to(grad.dtype))
         return grad, None, None, None, None
@@ -181,7 +182,7 @@ def linear_backward(hidden, weight, bias, targets, temperature, workspace, saved
         for t in slices(P, tokens):
             d, p = _logits(x_in[t], head, b, buffers)
             torch.exp(d.sub_(top[t]).sub_(log_s[t]), out=p)  # d is log p
-            d.clamp_(min=-1e30).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
+            d.clamp_(min=LEAST).add_(entropy[t]).mul_(-h[t]).sub_(g[t]).mul_(p)
             inside, y = _inside(targets[t], v)
             d.scatter_add_(1, y[:, None], torch.where(inside[:, None], g[t], 0.0))
             if wanted[0]:
@@ -222,14 +223,15 @@ def cross_logprob_matrix(hidden, weight, targets, cu_seqlens, temperature):
     target = torch.zeros(P, dtype=dtype, device=hidden.device)
     lse = torch.full_like(target, -torch.inf)
     everyone = torch.arange(P, device=hidden.device)
-    for first in range(0, V, COLUMNS):
-        w = weight[first : first + COLUMNS].to(dtype)
-        for t in everyone.split(max(1, 4 * chunk(hidden) // len(w))):
-            x = (hidden[t].to(dtype) @ w.T).div_(temperature)
-            here = targets[t] - first
-            inside = (here >= 0) & (here < len(w))
-            target[t] += torch.where(inside, x.gather(1, here.clamp(0, len(w) - 1)[:, None]).squeeze(1), 0.0)
-            lse[t] = torch.logaddexp(lse[t], x.logsumexp(1))
+    with torch.autocast(hidden.device.type, enabled=False):  # which would round the logits
+        for first in range(0, V, COLUMNS):
+            w = weight[first : first + COLUMNS].to(dtype)
+            for t in everyone.split(max(1, 4 * chunk(hidden) // len(w))):
+                x = (hidden[t].to(dtype) @ w.T).div_(temperature)
+                here = targets[t] - first
+                inside = (here >= 0) & (here < len(w))
+                target[t] += torch.where(inside, x.gather(1, here.clamp(0, len(w) - 1)[:, None]).squeeze(1), 0.0)
+                lse[t] = torch.logaddexp(lse[t], x.logsumexp(1))
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     if not len(lengths):
         return target.new_zeros(0)
@@ -248,7 +250,7 @@ def group_advantages(rewards, group_ids, G, scale, ddof, eps, rule, value, k, so
     """
     out = rewards.dtype if rewards.dtype == torch.float64 else torch.float32
     wide = torch.float32 if rewards.device.type == "mps" else torch.float64  # which has no float64
-    r, ids = rewards.to(wide), group_ids.long()
+    r, ids = rewards.detach().to(wide), group_ids.long()
     zero = torch.zeros(G, dtype=wide, device=r.device)
     count = zero.index_add(0, ids, torch.ones_like(r))
     high = (zero - torch.inf).scatter_reduce(0, ids, r, "amax")
@@ -261,7 +263,7 @@ def group_advantages(rewards, group_ids, G, scale, ddof, eps, rule, value, k, so
     std = variance.sqrt()
     score = (std if metric == "reward_std" else variance).to(out)
     s = score.to(wide)
-    candidate = (count > 0) if include_zero else (count > 0) & (s > 0)
+    candidate = (count > 0) & s.isfinite() & mean.isfinite() & ((s > 0) | include_zero)
     s = torch.where(candidate, s, -torch.inf)
     top = s.amax() if G else 0.0
     # rank by comparison: ahead[i, j] = group j ranks before group i (higher score; ties by index)
@@ -312,11 +314,16 @@ def policy_loss(
     loss = policy - entropy_coef * entropy
     estimate = torch.zeros_like(logprob)
     if ref is not None:
-        d = torch.where(live, ref.detach() - logprob, 0.0).clamp(-20, 20)  # a factor of 5e8: exp cannot overflow
-        estimate = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kl]
-        loss = loss + beta * estimate
-    stats = PolicyStats(*(t.detach() for t in (logprob, entropy, clipped.to(logprob.dtype), estimate)))
-    return (weights * loss).sum(), stats
+        estimate = _kl(torch.where(live, ref.detach() - logprob.detach(), 0.0), kl)  # measured at weight 0 too
+        if beta:
+            loss = loss + beta * _kl(torch.where(weights == 0, 0.0, ref.detach() - logprob), kl)
+    stats = PolicyStats(*(t.detach() for t in (logprob, entropy, clipped.to(logprob.dtype), estimate.to(logprob.dtype))))
+    return torch.where(weights == 0, 0.0, weights * loss).sum().to(logprob.dtype), stats
+
+
+def _kl(d, kind):
+    d = d.clamp(-20, 20)  # a factor of 5e8: exp cannot overflow
+    return {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kind]
 
 
 # -- statistics of the cross matrix ------------------------------------------------------------------------------------
@@ -334,8 +341,9 @@ def cross_statistics(sums, own, weights, tie):
     """Twin of cross.cross_statistics."""
     L = sums.double()
     matched = L.gather(1, own[:, None])
-    near = tie * matched.abs().clamp(min=1.0)
+    near = torch.where(matched.isfinite(), tie * matched.abs().clamp(min=1.0), 0.0)
     # a column of weight 0 is no part of the mixture, not even where L is NaN or inf there
     marginal = torch.where(weights > 0, L + weights.double().log(), -torch.inf).logsumexp(1)
-    above, tied = (L - matched > near).sum(1), ((L - matched).abs() <= near).sum(1)
+    same = torch.arange(L.shape[1], device=L.device) == own[:, None]  # the own one counts whatever it is
+    above, tied = (L - matched > near).sum(1), ((L - matched).abs().le(near) | (L == matched) | same).sum(1)
     return CrossStatistics(matched[:, 0], marginal, above.int(), tied.int())

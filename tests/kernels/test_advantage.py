@@ -246,3 +246,15 @@ def test_ids_out_of_range():
 def test_bad_arguments(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), **bad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("filter", FILTERS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_group_with_a_bad_reward_is_dropped_and_no_other(bad, filter, backend):
+    rewards = torch.tensor([bad, 1.0, 3.0, 1.0, 2.0, 0.0], device=DEVICE)
+    ids = torch.tensor([0, 0, 1, 1, 2, 2], device=DEVICE)
+    value = 2 if filter == "top_k_abs" else 0.9
+    found = group_advantages(rewards, ids, filter=filter, filter_value=value, backend=backend)
+    assert found.keep.tolist() == [False, True, True] and found.advantages[:2].tolist() == [0, 0]
+    assert found.advantages[2:].tolist() == pytest.approx([0.707107, -0.707107] * 2, abs=1e-5)

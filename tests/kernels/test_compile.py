@@ -23,7 +23,7 @@ def test_every_variant_compiles_for_every_target(table):
 
 
 def test_nothing_spills(table):
-    assert [r for r in table if r["spills"] not in (0, None)] == []
+    assert [r for r in table if r["spills"] != 0] == []  # None: the assembler said nothing
 
 
 def test_registers_leave_room_for_two_programs_of_8_warps_on_a_multiprocessor(table):
@@ -31,19 +31,20 @@ def test_registers_leave_room_for_two_programs_of_8_warps_on_a_multiprocessor(ta
     for r in table:
         alone = r["kernel"].startswith("advantage") or (r["kernel"].startswith("linear, ") and r["matrix"])  # the first: one program in all
         bound = 255 if alone else 128
-        assert r["registers"] is None or r["registers"] <= bound, r
+        assert r["registers"] <= bound, r
 
 
 def test_full_tiles_load_128_bits(table):
     """For any vocabulary: its size is no constant, so divisible by nothing. Rows off 16 bytes cannot, and say so."""
     kernels = ("logprob", "policy", "linear, tokens", "linear, d")
     rows = [r for r in table if r["kernel"].startswith(kernels) and "rows off" not in r["kernel"] and "odd D" not in r["kernel"]]
+    assert {r["load_bits"] for r in table if "rows off" in r["kernel"]} == {16}
     assert len(rows) > 60 and {r["load_bits"] for r in rows} == {128}
 
 
 def test_16_bit_products_run_on_tensor_cores(table):
     rows = [r for r in table if r["kernel"].startswith(("linear, tokens", "linear, d")) and "fp32" not in r["kernel"]]
-    assert len(rows) == 5 * len(TARGETS) and all(r["matrix"] for r in rows)
+    assert len(rows) == 10 * len(TARGETS) and all(r["matrix"] for r in rows)
 
 
 @pytest.fixture

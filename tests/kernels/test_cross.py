@@ -168,3 +168,26 @@ def test_more_pairs_than_a_grid_axis_on_a_gpu():
     targets, cu = torch.randint(32, (S,), device="cuda"), torch.arange(S + 1, device="cuda")
     got, want = (cross_logprob_matrix(hidden, weight, targets, cu, backend=b) for b in ("triton", "torch"))
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_own_score_that_is_not_finite_still_has_a_rank(backend):
+    sums = torch.tensor([[-torch.inf, -1.0, -2.0], [torch.nan, -1.0, -2.0]], device=DEVICE)
+    found = cross_statistics(sums, torch.zeros(2, dtype=torch.long, device=DEVICE), backend=backend)
+    assert (found.above[0].item(), found.tied.tolist()) == (2, [1, 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_does_not_round_the_logits(backend):
+    hidden, weight = torch.randn(6, 16, device=DEVICE), torch.randn(40, 16, device=DEVICE)
+    args = hidden, weight, torch.randint(0, 40, (6,), device=DEVICE), torch.tensor([0, 2, 6], device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = cross_logprob_matrix(*args, backend=backend)
+    assert torch.equal(found, cross_logprob_matrix(*args, backend=backend))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU nobody looks")
+@pytest.mark.parametrize("cu", [[0, 3, 9], [0, 4, 2, 6], [1, 6], [0, 5]])
+def test_segments_that_are_not_the_tokens(cu):
+    with pytest.raises(ValueError, match="^cu_seqlens: .*valid: rising from 0 to 6"):
+        cross_logprob_matrix(torch.ones(6, 4), torch.ones(9, 4), torch.zeros(6, dtype=torch.long), torch.tensor(cu))

@@ -521,3 +521,14 @@ def test_rows_beyond_two_to_the_31_elements_on_a_gpu():
     together = linear_logprob_entropy(hidden, weight, targets)
     alone = linear_logprob_entropy(hidden[-1:].clone(), weight, targets[-1:])
     assert all(torch.equal(a[-1:], b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_upstream_gradient_spoils_its_own_token_only(bad, backend):
+    hidden, weight = torch.randn(6, 16, device=DEVICE, requires_grad=True), torch.randn(40, 16, device=DEVICE)
+    logprob, _ = linear_logprob_entropy(hidden, weight, torch.arange(6, device=DEVICE), backend=backend)
+    upstream = torch.ones(6, device=DEVICE)
+    upstream[0] = bad
+    (grad,) = torch.autograd.grad(logprob, hidden, upstream)
+    assert grad[1:].isfinite().all() and not grad[0].isfinite().all()

@@ -413,3 +413,19 @@ def test_no_large_temporary_on_a_gpu():
     assert torch.cuda.max_memory_allocated() - base < 0.3e9
     (logprob.sum() + entropy.sum()).backward()
     assert torch.cuda.max_memory_allocated() - base < 1.2 * logits.numel() * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_minus_infinity_under_a_large_upstream_gradient(backend):
+    """-inf has p = 0; whatever multiplies it, its gradient is 0."""
+    logits = torch.randn(5, 37, device=DEVICE)
+    logits[:, :3] = -torch.inf
+    logits.requires_grad_()
+    _, entropy = logprob_entropy(logits, torch.full((5,), 5, device=DEVICE), backend=backend)
+    (grad,) = torch.autograd.grad(1e30 * entropy.sum(), logits)
+    assert grad.isfinite().all() and not grad[:, :3].any()
+
+
+def test_targets_are_integers():
+    with pytest.raises(ValueError, match="^targets: torch.float32"):
+        logprob_entropy(torch.zeros(2, 5), torch.zeros(2))

@@ -258,3 +258,20 @@ def test_a_step_touches_no_second_copy_of_the_logits_on_a_gpu():
     loss, _ = policy_loss(logits, targets, None, ones, ones / T, entropy_coef=0.01, inplace=True)
     (grad,) = torch.autograd.grad(loss, logits)
     assert grad.data_ptr() == logits.data_ptr() and torch.cuda.max_memory_allocated() - base < 2e6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_reference_that_is_nan_is_seen_and_has_no_part_at_weight_0(backend):
+    logits, targets, one = torch.randn(5, 37, device=DEVICE), torch.arange(5, device=DEVICE), torch.ones(5, device=DEVICE)
+    ref = torch.full((5,), -3.0, device=DEVICE)
+    ref[0] = torch.nan
+    for kl in ("k1", "k2", "k3"):
+        how = dict(ref_logprob=ref, kl=kl, backend=backend)
+        loss, stats = policy_loss(logits, targets, -one, one, one, beta=0.1, **how)
+        assert loss.isnan() and stats.kl.isnan().tolist() == [True] + 4 * [False]
+        assert policy_loss(logits, targets, -one, one, one, beta=0.0, **how)[0].isfinite()  # only measured
+        weights, x = torch.where(targets == 0, 0.0, one), logits.clone().requires_grad_()
+        loss, _ = policy_loss(x, targets, -one, one, weights, beta=0.1, **how)
+        loss.backward()
+        rest, _ = policy_loss(logits[1:], targets[1:], -one[1:], one[1:], one[1:], beta=0.1, **{**how, "ref_logprob": ref[1:]})
+        assert loss.item() == pytest.approx(rest.item(), rel=1e-5) and x.grad.isfinite().all() and not x.grad[0].any()
