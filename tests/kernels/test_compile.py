@@ -38,7 +38,7 @@ def test_full_tiles_load_128_bits(table):
     """For any vocabulary: its size is no constant, so divisible by nothing. Rows off 16 bytes cannot, and say so."""
     kernels = ("logprob", "policy", "linear, tokens", "linear, d")
     rows = [r for r in table if r["kernel"].startswith(kernels) and "rows off" not in r["kernel"] and "odd D" not in r["kernel"]]
-    assert {r["load_bits"] for r in table if "rows off" in r["kernel"]} == {16}
+    assert all(r["load_bits"] <= 32 for r in table if "rows off" in r["kernel"])
     assert len(rows) > 60 and {r["load_bits"] for r in rows} == {128}
 
 
