@@ -34,7 +34,7 @@ if __name__ == "__main__":
     stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
 
 from nanoragen import cli, distributed
-from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, resumed, run_folder
+from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, lets_go, resumed, run_folder
 
 
 def flag(default, help, ragen=None):
@@ -525,6 +525,7 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
     return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
 
 
+@lets_go()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     c, saved = cli.parse(Config, argv, "train.py", __doc__.split("\n\n")[0]), None

@@ -67,6 +67,19 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     return folder
 
 
+def write_whole(path, text: str):
+    """Write a text file so that a kill or a full disk leaves the old one or the new one, never a part."""
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        _sync(beside)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
 def folder_name(step: int) -> str:
     """Of the folder of a step, within the run's."""
     return f"step_{step:06d}"

@@ -6,12 +6,15 @@ Every error is a ValueError "setting: value; valid: ...". Left out: correcting a
 
 import json
 import math
+import os
 import re
 import shlex
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from nanoragen import cli
+from nanoragen.checkpoint import write_whole
 
 # --filter ragen: linear top_p as the paper's runs have it
 RAGEN_FILTER = {
@@ -46,21 +49,76 @@ def env_flags(c) -> str:
 
 
 def run_folder(c) -> Path:
-    """Make the folder of a run of these settings. An explicit --out that already holds a run is refused; the default name is numbered."""
+    """Make the folder of a run of these settings. An explicit --out that already holds a run is refused; the default name is numbered.
+
+    A folder is taken when there is a log or a checkpoint in it, or another process is about to make one. Settings alone are of a
+    run that never finished a step: they are written over.
+    """
     name = f"{re.sub('[^A-Za-z0-9_.-]+', '-', c.env)}-{c.algo}-{c.seed}"  # gym:a/b makes one folder
     out = Path(c.out or f"runs/{name}")
     number = 1
-    while (out / "metrics.jsonl").exists():
-        if c.out:
-            raise ValueError(f"out: {out} already holds a run; valid: a new folder")
-        number += 1
-        out = Path(f"runs/{name}.{number}")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(asdict(c), indent=1) + "\n")
+        while not _free(out):
+            if c.out:
+                raise ValueError(f"out: {out} already holds a run; valid: a new folder")
+            number += 1
+            out = Path(f"runs/{name}.{number}")
+        write_whole(out / "config.json", json.dumps(asdict(c), indent=1) + "\n")
     except OSError as e:
         raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a folder that can") from e
     return out
+
+
+_HELD = []  # the folders that this process holds: open files, each with a lock that the system frees however the process ends
+
+
+def _free(out: Path) -> bool:
+    """Make a folder if it is not there, and hold it; False if it holds a run, or another process holds it."""
+    out.mkdir(parents=True, exist_ok=True)
+    held = _hold(out)
+    locked = held is None and (out / "config.json").exists()  # without locks the settings must do
+    taken = held is False or locked or (out / "metrics.jsonl").exists() or any(out.glob("step_*"))
+    if taken and held:
+        os.close(_HELD.pop())
+    return not taken
+
+
+def _hold(out: Path) -> bool | None:
+    """Whether this process alone may write in the folder now; None where the system or the disk has no such locks."""
+    try:
+        import fcntl
+
+        file = os.open(out, os.O_RDONLY)  # the folder itself: no file of ours lies about
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        os.close(file)
+        return False if isinstance(e, BlockingIOError) else None
+    _HELD.append(file)
+    return True
+
+
+@contextmanager
+def lets_go():
+    """Around a program: what it held is free again at its end."""
+    try:
+        yield
+    finally:
+        while _HELD:
+            os.close(_HELD.pop())
+
+
+def _settings_of(out: Path) -> dict:
+    """What config.json of a run holds. ValueError where it was cut or damaged: defaults must not stand in for it."""
+    try:
+        found = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"env", "algo", "baseline", "steps"} <= found.keys():
+        raise ValueError(f"resume: {out / 'config.json'} is damaged; valid: the settings of the run, as it wrote them")
+    return found
 
 
 def resumed(c, argv) -> tuple:
@@ -72,6 +130,9 @@ def resumed(c, argv) -> tuple:
         raise ValueError(f"resume: {out} holds no run; valid: a run folder, as in runs/sokoban-grpo-0")
     if c.out:
         raise ValueError(f"out: {c.out} with --resume {out}; valid: one of them, a run goes on in its own folder")
+    _settings_of(out)
+    if os.environ.get("RANK", "0") == "0" and _hold(out) is False:  # under torchrun the first process holds it for all
+        raise ValueError(f"resume: {out} is being written by another process; valid: a run that has ended")
     saved = checkpoint.newest(out)
     if saved is None:
         raise ValueError(f"resume: {out} has no whole checkpoint; valid: a run that has saved (see --save_every)")

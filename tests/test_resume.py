@@ -9,7 +9,7 @@ import train
 from helpers import moments, timeless
 from safetensors.torch import load_file
 
-from nanoragen import metrics
+from nanoragen import checkpoint, metrics, settings
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
          "--final_episodes", "4", "--save_every", "1", "--keep", "9", "--eval_every", "2"]  # fmt: skip
@@ -106,6 +106,44 @@ def test_what_cannot_be_resumed_is_one_line(argv, said, tmp_path, capsys):
         train.main([a.format(run=tmp_path / "run", done=tmp_path / "done") for a in argv])
     message = capsys.readouterr().err
     assert stop.value.code not in (0, None) and said in message and len(message.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["", '{"env": "bandit", "ste', "[]", '{"env": "bandit"}', "env: bandit", "[" * 100_000])
+def test_a_damaged_config_is_never_replaced_by_defaults(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "step_000007").mkdir()
+    (tmp_path / "step_000007/complete.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(tmp_path)])
+    assert f"resume: {tmp_path / 'config.json'} is damaged" in capsys.readouterr().err
+
+
+def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    metrics.Log(tmp_path, {"steps": 1})
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError):
+        metrics.Log(tmp_path, {"steps": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == '{\n "steps": 1\n}\n'
+
+
+def test_two_runs_never_share_a_folder(tmp_path, monkeypatch, capsys):
+    """The second starts before the first has logged anything. A start that failed leaves its folder free."""
+    monkeypatch.chdir(tmp_path)
+    default, named = train.Config(env="bandit"), train.Config(env="bandit", out="run")
+    with settings.lets_go():
+        assert settings.run_folder(default) != settings.run_folder(default)
+        settings.run_folder(named)
+        with pytest.raises(ValueError, match="out: run already holds a run"):
+            settings.run_folder(named)
+    assert settings.run_folder(named).name == "run"
+    (tmp_path / "run/step_000001").mkdir()
+    (tmp_path / "run/step_000001/complete.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", "run"])  # while it is held
+    assert "is being written by another process" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="out: run already holds a run"):  # without a log, but a checkpoint
+        settings.run_folder(named)
 
 
 def test_rewind_keeps_whole_lines_up_to_a_step(tmp_path):
