@@ -4,7 +4,8 @@
 
 transformers' HfArgumentParser does the work (its module alone imports in under a second; torch is not touched). On top:
 
-- `--config file.yaml`: flat `name: value` lines, read as if each was typed as a flag. Flags typed beside it win.
+- `--config file.yaml`: flat `name: value` lines, read as if each was typed as a flag. Flags typed beside it win, and of several
+  files the later.
 - A name that does not exist, in the file or on the line, stops the program and names the nearest one. Names are never
   completed (`--temp` is not `--temperature`), and nothing is ignored.
 - Values in the file are taken as written, so that `lr: 1e-5` is a number (to YAML itself it would be a text).
@@ -34,7 +35,8 @@ def parse(config_class, argv, prog: str, description: str):
     try:
         namespace = _parse(parser, config_class, argv)
         if namespace.config is not None:
-            namespace = _parse(parser, config_class, _read(namespace.config, config_class) + argv)
+            read = [arg for path in namespace.config for arg in _read(path, config_class)]
+            namespace = _parse(parser, config_class, read + argv)
     except ValueError as e:
         fail(prog, e)
     fields = [f.name for f in dataclasses.fields(config_class) if f.init]
@@ -116,7 +118,9 @@ def _parser(config_class, prog, description) -> HfArgumentParser:
             parser.add_argument(
                 *sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS
             )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags beside it win")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="YAML file of settings; of several the later win, and flags over all"
+    )
     return parser
 
 
@@ -148,7 +152,7 @@ def _parse(parser, config_class, argv) -> argparse.Namespace:
             wrong = "neither true nor false"
         raise ValueError(f"{name}: {wrong}; valid: {', '.join(map(str, choices)) or VALID.get(kind)}") from e
     for name, value in vars(namespace).items():
-        if isinstance(value, list):  # what argparse makes of "--steps=--"
+        if isinstance(value, list) and name != "config":  # what argparse makes of "--steps=--"
             raise ValueError(f"{name}: has no value; valid: --{name} value")
     for arg in rest:
         if not arg.startswith("-"):

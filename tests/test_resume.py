@@ -146,6 +146,26 @@ def test_two_runs_never_share_a_folder(tmp_path, monkeypatch, capsys):
         settings.run_folder(named)
 
 
+def test_rates_given_at_a_resume_are_used(tmp_path):
+    """All three, whatever the checkpoint's optimizers had; and a file of settings beside --resume adds to the run's own."""
+    small = ["--env", "bandit", "--groups", "2", "--group_size", "2", "--max_turns", "1", "--max_tokens", "4", "--final_episodes", "2",
+             "--eval_every", "0", "--algo", "ppo", "--filter", "none", "--lr_schedule", "constant", "--lr_warmup", "0"]  # fmt: skip
+    train.main([*small, "--steps", "1", "--out", str(tmp_path / "run")])
+    (tmp_path / "more.yaml").write_text("steps: 2\nlr: 1e-5\n")
+    more = ["--config", str(tmp_path / "more.yaml"), "--weight_decay", "0.25", "--critic_lr", "2e-4"]
+    train.main(["--resume", str(tmp_path / "run"), *more])
+    state = tmp_path / "run/step_000002"
+    policy = torch.load(state / "optimizer.pt", weights_only=True)["param_groups"][0]
+    critic = torch.load(state / "critic.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    for group, rate in ((policy, 1e-5), (critic, 2e-4)):
+        assert group["lr"] == group["initial_lr"] == rate and group["weight_decay"] == 0.25
+    first, second = timeless(tmp_path / "run")
+    assert (first["lr"], second["lr"]) == (6e-4, 1e-5) and second["num_tokens"] <= 4 * 4  # groups and tokens of the run
+    a, b = (load_file(tmp_path / f"run/step_00000{n}/model.safetensors") for n in (1, 2))
+    updates = 4  # of AdamW: each moves a weight by about the rate, and by decay times rate times itself
+    assert 0 < max(((a[k] - b[k]).abs() - 0.25 * updates * 1e-5 * a[k].abs()).max() for k in a) < 3 * updates * 1e-5
+
+
 def test_rewind_keeps_whole_lines_up_to_a_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "x\n{"step": 6}\n{"step": 2}\n{"step": 3}\n{"st')
     (tmp_path / "rollouts.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2')

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pytest
@@ -94,6 +94,8 @@ def test_a_file_of_settings(tmp_path):
     assert parse("--config", path, "--steps", "9", "--no_shuffle").steps == 9  # flags win, wherever they stand
     assert parse("--steps", "9", "--config", path).steps == 9
     assert parse("--config", path, "--no_shuffle").shuffle is False
+    (tmp_path / "later.yaml").write_text("lr: 1e-6\n")
+    assert parse("--config", path, "--config", str(tmp_path / "later.yaml")) == replace(parse("--config", path), lr=1e-6)
     assert parse("--config", write(tmp_path, "")) == Config()
     assert parse("--config", write(tmp_path, "temperature: -1e-3\nenv: '--x'\n")) == Config(
         temperature=-1e-3, env="--x"
