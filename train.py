@@ -302,11 +302,11 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
 
 
 def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
-    """`train`, with Ctrl-C and SIGTERM answered at the end of a step: it is saved, and the run can be resumed."""
+    """`train`, with Ctrl-C, SIGTERM and SIGHUP answered at the end of a step: it is saved, and the run can be resumed."""
     from tqdm import tqdm
 
-    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1, disable=distributed.rank() > 0)
-    with stops.Stop() as stop, bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+    look = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "disable": distributed.rank() > 0}
+    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
         try:
             return train(c, model, tokenizer, out, saved, stop, bar)
         except Exception as e:

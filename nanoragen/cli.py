@@ -177,6 +177,8 @@ def _read(path: str, config_class) -> list[str]:
             node = yaml.compose(file, Loader=yaml.SafeLoader)  # nodes keep each value's text as it was written
     except OSError as e:
         raise ValueError(f"config: {path} cannot be read ({e.strerror}); valid: a YAML file") from e
+    except RecursionError as e:
+        raise ValueError(f"config: {path} is nested too deep; valid: lines of name: value") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ValueError(f"config: {path} is not YAML ({e}); valid: lines of name: value") from e
     if node is None:

@@ -46,7 +46,7 @@ class Lines:
 
     def write(self, records):
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:  # half a character: JSON's own escape
                 file.write(("\n" if self.torn else "") + "".join(dumps(r) + "\n" for r in records))
             self.torn = False
         except OSError as e:

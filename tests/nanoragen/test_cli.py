@@ -116,6 +116,7 @@ def test_a_file_of_settings(tmp_path):
         ("- lr", "config: ", "holds no settings"),
         ("lr: [", "config: ", "is not YAML"),
         ("1: 2", "1: ", "there is no such setting"),
+        ("lr: " + "[" * 3000 + "]" * 3000, "config: ", "nested too deep"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path, capsys, text, starts, holds):
