@@ -306,7 +306,8 @@ def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
     from tqdm import tqdm
 
     look = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "disable": distributed.rank() > 0}
-    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+    # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:
         try:
             return train(c, model, tokenizer, out, saved, stop, bar)
         except Exception as e:
@@ -397,7 +398,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     few = c.eval_episodes or c.groups * c.group_size
     many = c.final_episodes or 2 * c.groups * c.group_size
     if saved:
-        say(f"resumed after step {done} from {saved}")
+        say(f"resumed after step {done} from {saved}" + ("" if history else "; the log is gone, so early stops count anew"))
     else:
         before = held_out(many, "before")
         say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")

@@ -42,7 +42,8 @@ class GymText(TextEnv):
             if self.draws:
                 self.env = gymnasium.make(id, disable_env_checker=True, **{"render_mode": "ansi", **options})
         except (Exception, SystemExit) as e:
-            raise ValueError(f"env: gym:{id} cannot be made ({type(e).__name__}: {e}); valid: a registered gymnasium id and its own options") from e
+            why = f"{type(e).__name__}: {e}"
+            raise ValueError(f"env: gym:{id} cannot be made ({why}); valid: a registered gymnasium id and its own options") from e
         seen, taken = self.env.observation_space, self.env.action_space
         if not _readable(seen):
             raise ValueError(f"env: gym:{id} shows {type(seen).__name__} observations; valid: text or discrete ones")

@@ -81,7 +81,7 @@ def write_whole(path, text: str):
     path = Path(path)
     beside = path.with_name(f"{path.name}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
         _sync(beside)
         os.replace(beside, path)
     except OSError:

@@ -80,10 +80,22 @@ def _alike(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
+def _number(kind):
+    """int or float of a text in plain digits: Python itself also takes 1_000, and the digits of every script."""
+
+    def read(text):
+        if "_" in text or not text.isascii():
+            raise ValueError(text)
+        return kind(text)
+
+    read.__name__ = kind.__name__  # argparse's word for it
+    return read
+
+
 def _value(text: str):
     for kind in (int, float):
         try:
-            return kind(text)
+            return _number(kind)(text)
         except ValueError:
             pass
     return {"true": True, "false": False}.get(text.lower(), text)
@@ -111,6 +123,7 @@ def _parser(config_class, prog, description) -> HfArgumentParser:
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
         elif action.choices is None and action.dest in kinds:
+            action.type = _number(action.type) if action.type in (int, float) else action.type
             action.metavar = "true|false" if kinds[action.dest] is bool else kinds[action.dest].__name__.upper()
     for f in dataclasses.fields(config_class):
         if kinds[f.name] is bool and f.default is False:  # HfArgumentParser has it only where the default is True
@@ -146,7 +159,7 @@ def _parse(parser, config_class, argv) -> argparse.Namespace:
         wrong = e.message.split(" (choose")[0]
         if choices:
             value = wrong.partition(": ")[2].strip("'")
-            near = difflib.get_close_matches(value, map(str, choices), n=1)
+            near = difflib.get_close_matches(value.lower(), map(str, choices), n=1)
             wrong += f" (did you mean {near[0]!r}?)" if near else ""
         if kind is bool:
             wrong = "neither true nor false"

@@ -78,7 +78,7 @@ class Log:
         self.folder = Path(folder)
         names = check_trackers(trackers)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "config.json", json.dumps(config, indent=1) + "\n")
+        write_whole(self.folder / "config.json", json.dumps(config, indent=1, ensure_ascii=False) + "\n")
         self._metrics, self._rollouts = Lines(self.folder / "metrics.jsonl"), Lines(self.folder / "rollouts.jsonl")
         self._errors = Lines(self.folder / "errors.jsonl")
         self.trackers = [_start(name, self.folder, config) for name in names]

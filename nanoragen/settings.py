@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from nanoragen import cli
@@ -20,6 +20,17 @@ from nanoragen.checkpoint import write_whole
 RAGEN_FILTER = {
     "filter_value": 0.9, "filter_mode": "linear", "filter_metric": "reward_std", "filter_include_zero": False, "filter_eps": 0.01,
 }  # fmt: skip
+
+
+# beyond these a run ends in an overflow, or never: no result is meant. temperature and format_penalty: the least
+MOST = {
+    "steps": 10**9, "groups": 10**6, "group_size": 10**6, "max_tokens": 10**6, "max_turns": 10**6, "max_actions_per_turn": 10**6,
+    "epochs": 10**6, "minibatches": 10**6, "lr_warmup": 10**9, "lora": 10**5, "lora_alpha": 1e6, "lr": 100.0, "critic_lr": 100.0,
+    "weight_decay": 1e4, "beta": 1e6, "value_clip": 1e15, "reward_noise": 1e15, "filter_eps": 1.0, "env_timeout": 1e6,
+    "temperature": 1e6, "final_episodes": 10**6, "eval_episodes": 10**6,
+}  # fmt: skip
+LEAST = {"temperature": 1e-3, "format_penalty": -1e15, "entropy_coef": -1e6}
+DEVICES = r"|auto|cpu|cuda(:\d{1,4})?"
 
 
 def env_options(c) -> dict:
@@ -63,7 +74,7 @@ def run_folder(c) -> Path:
                 raise ValueError(f"out: {out} already holds a run; valid: a new folder")
             number += 1
             out = Path(f"runs/{name}.{number}")
-        write_whole(out / "config.json", json.dumps(asdict(c), indent=1) + "\n")
+        write_whole(out / "config.json", json.dumps(asdict(c), indent=1, ensure_ascii=False) + "\n")
     except OSError as e:
         raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a folder that can") from e
     return out
@@ -126,6 +137,9 @@ def resumed(c, argv) -> tuple:
     from nanoragen import checkpoint
 
     out = Path(c.resume)
+    whole = out.resolve()
+    if re.fullmatch(r"step_\d+(\.old)?", whole.name) and (whole.parent / "config.json").is_file():
+        raise ValueError(f"resume: {out} is a checkpoint; valid: its run, {whole.parent}")
     if not (out / "config.json").is_file():
         raise ValueError(f"resume: {out} holds no run; valid: a run folder, as in runs/sokoban-grpo-0")
     if c.out:
@@ -143,7 +157,7 @@ def resumed(c, argv) -> tuple:
         own, asked = getattr(began, key), getattr(c, key)
         if asked != own:
             raise ValueError(f"{key}: {asked} with --resume of a run of {own}; valid: {own}, or a run of its own")
-    done = int(saved.name.split("_")[1])
+    done = int(re.search(r"\d+", saved.name)[0])  # step_000003, or step_000003.old
     if done >= c.steps:
         raise ValueError(f"resume: {out} has done {done} steps already; valid: --steps above {done}")
     return c, out, saved
@@ -181,6 +195,17 @@ def check(c):
         raise ValueError(f"format_penalty: {c.format_penalty}; valid: 0 or less")
     if 1 <= c.clip_low < math.inf:
         raise ValueError(f"clip_low: {c.clip_low}; valid: above 0 and below 1, or inf for no clipping")
+    for key, most in MOST.items():
+        if getattr(c, key) > most:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: at most {most:g}")
+    for key, least in LEAST.items():
+        if getattr(c, key) < least:
+            raise ValueError(f"{key}: {getattr(c, key)}; valid: {least:g} or more")
+    for key, episodes in (("final_episodes", 2 * c.groups * c.group_size), ("eval_episodes", c.groups * c.group_size)):
+        if not getattr(c, key) and episodes > MOST[key]:
+            raise ValueError(f"{key}: {episodes} with these groups; valid: at most {MOST[key]}, there are no more evaluation seeds")
+    if not re.fullmatch(DEVICES, c.device, re.ASCII):
+        raise ValueError(f"device: {c.device!r} is not a device; valid: auto, cpu, cuda, cuda:1")
     if c.seed >= 2**63:
         raise ValueError(f"seed: {c.seed}; valid: below 2^63")
     if 0 < c.env_timeout < 0.01:
@@ -212,7 +237,9 @@ def check_context(c, model=None):
 def check_algorithm(c):
     """ValueError for settings that contradict each other, or that nothing would read."""
     critic, whole = c.baseline == "critic", c.credit == "episode" and c.baseline in ("mean", "others")
-    normed = c.aggregation == "seq_mean_token_sum_norm"
+    normed, filters = c.aggregation == "seq_mean_token_sum_norm", c.filter != "none"
+    ranked = filters or c.algo == "dapo"  # which drops groups without variance in any case
+    own = {f.name: f.default for f in fields(c)}
     for key, fits, given, valid in (
         ("group_size", c.group_size > 1 or critic and c.filter == "none", f"--baseline {c.baseline}", "2 or more, to be compared"),
         ("scale", c.scale != "std" or not critic, "--baseline critic", "batch, none"),
@@ -226,6 +253,14 @@ def check_algorithm(c):
         ("turn_lam", c.bi_level or c.turn_lam == 1, "no --bi_level", "--bi_level"),
         ("loss_length", normed or not c.loss_length, f"--aggregation {c.aggregation}", "--aggregation seq_mean_token_sum_norm"),
         ("lora_alpha", c.lora or not c.lora_alpha, "--lora 0", "--lora RANK"),
+        ("quantile", c.baseline == "quantile" or c.quantile == own["quantile"], f"--baseline {c.baseline}", "--baseline quantile"),
+        ("critic_lr", critic or c.critic_lr == own["critic_lr"], f"--baseline {c.baseline}", "--algo ppo"),
+        ("kl", c.beta > 0 or c.kl == own["kl"], "--beta 0", "--beta above 0"),
+        ("filter_value", filters or c.filter_value == own["filter_value"], "--filter none", "--filter top_p"),
+        ("filter_value", c.filter != "top_k_abs" or float(c.filter_value).is_integer(), "--filter top_k_abs", "a whole number"),
+        ("filter_mode", c.filter in ("ragen", "top_p") or c.filter_mode == "linear", f"--filter {c.filter}", "--filter top_p"),
+        ("filter_metric", ranked or c.filter_metric == own["filter_metric"], "--filter none", "--filter top_p"),
+        ("filter_include_zero", ranked or not c.filter_include_zero, "--filter none", "--filter top_p"),
         ("filter_eps", c.filter in ("ragen", "top_p") or not c.filter_eps, f"--filter {c.filter}", "--filter top_p"),
         *((k, c.filter != "ragen" or getattr(c, k) == v, "--filter ragen", f"{v}, or --filter top_p")
           for k, v in RAGEN_FILTER.items()),

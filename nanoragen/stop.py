@@ -1,6 +1,7 @@
-"""When a run ends before its last step: it is asked to (Ctrl-C, SIGTERM, SIGHUP, nobody reads what it prints), there is nothing left to learn from, or it cannot go on.
+"""When a run ends before its last step: it is asked to, there is nothing left to learn from, or it cannot go on.
 
-Asked to, or with nothing to learn, it loses nothing: the step is finished and saved, and `--resume` goes on from there.
+It is asked by Ctrl-C, SIGTERM and SIGHUP, or by a reader of its output that ends (`| head`). Then, or with nothing to learn, it
+loses nothing: the step is finished and saved, and `--resume` goes on from there.
 Out of memory or of disk, it says in one line what to change, and the newest whole checkpoint stays as it is.
 Left out: stopping in the middle of a step, which would have nothing whole to save.
 """
