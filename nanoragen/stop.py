@@ -40,7 +40,9 @@ class Stop:
         return self
 
     def _unread(self):
-        self.asked = self.asked or "SIGPIPE"
+        if not self.asked:
+            self.asked = "SIGPIPE"
+            _tell("nobody reads the output any more: this step is finished and saved, then the run ends; --resume goes on")
 
     def _ask(self, number, frame):
         if self.asked:
