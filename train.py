@@ -34,7 +34,7 @@ if __name__ == "__main__":
     stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
 
 from nanoragen import cli, distributed
-from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, resumed, run_folder
+from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, lets_go, resumed, run_folder
 
 
 def flag(default, help, ragen=None):
@@ -302,11 +302,12 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
 
 
 def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
-    """`train`, with Ctrl-C and SIGTERM answered at the end of a step: it is saved, and the run can be resumed."""
+    """`train`, with Ctrl-C, SIGTERM and SIGHUP answered at the end of a step: it is saved, and the run can be resumed."""
     from tqdm import tqdm
 
-    bar = tqdm(total=c.steps, unit="step", dynamic_ncols=True, smoothing=0.1, disable=distributed.rank() > 0)
-    with stops.Stop() as stop, bar:  # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+    look = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "disable": distributed.rank() > 0}
+    # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
+    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:
         try:
             return train(c, model, tokenizer, out, saved, stop, bar)
         except Exception as e:
@@ -397,7 +398,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     few = c.eval_episodes or c.groups * c.group_size
     many = c.final_episodes or 2 * c.groups * c.group_size
     if saved:
-        say(f"resumed after step {done} from {saved}")
+        say(f"resumed after step {done} from {saved}" + ("" if history else "; the log is gone, so early stops count anew"))
     else:
         before = held_out(many, "before")
         say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
@@ -525,6 +526,7 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
     return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
 
 
+@lets_go()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     c, saved = cli.parse(Config, argv, "train.py", __doc__.split("\n\n")[0]), None

@@ -14,6 +14,7 @@ One `step` is one action ("Up"), not one reply: the rollout parses a reply, and 
 An action that is not understood changes nothing, and is answered, never raised.
 """
 
+import numbers
 import string
 from collections.abc import Iterator
 
@@ -55,6 +56,17 @@ class TextEnv(gymnasium.Env):
     def demonstrate(self) -> Iterator[str]:
         """Yield good actions, one a time, each from the state as it is then (the caller steps in between)."""
         raise NotImplementedError(f"{type(self).__name__} has no solver")
+
+
+def check_attributes(env, name: str):
+    """ValueError where an environment's class attributes, which may be anybody's, are not what TextEnv says."""
+    if not isinstance(env.instruction, str):
+        raise ValueError(f"env: {name} has the instruction {env.instruction!r:.80}; valid: text")
+    for key in ("max_turns", "max_actions_per_turn"):
+        if not isinstance(getattr(env, key), numbers.Integral) or getattr(env, key) < 1:
+            raise ValueError(f"env: {name} has {key} {getattr(env, key)!r:.80}; valid: a whole number, 1 or more")
+    if not isinstance(env.step_reward, numbers.Real) or not abs(env.step_reward) < 1e15:  # NaN compares false
+        raise ValueError(f"env: {name} has the step_reward {env.step_reward!r:.80}; valid: a finite number, below 1e15")
 
 
 def eval_seeds(n: int) -> list[int]:

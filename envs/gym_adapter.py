@@ -13,7 +13,7 @@ import re
 import gymnasium
 from gymnasium import spaces
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import TextEnv, check_attributes
 
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 
@@ -41,8 +41,9 @@ class GymText(TextEnv):
             self.draws = not plain and "ansi" in self.env.unwrapped.metadata.get("render_modes", ())
             if self.draws:
                 self.env = gymnasium.make(id, disable_env_checker=True, **{"render_mode": "ansi", **options})
-        except (gymnasium.error.Error, ImportError, TypeError) as e:
-            raise ValueError(f"env: gym:{id} cannot be made ({e}); valid: a registered gymnasium id and its own options") from e
+        except (Exception, SystemExit) as e:
+            why = f"{type(e).__name__}: {e}"
+            raise ValueError(f"env: gym:{id} cannot be made ({why}); valid: a registered gymnasium id and its own options") from e
         seen, taken = self.env.observation_space, self.env.action_space
         if not _readable(seen):
             raise ValueError(f"env: gym:{id} shows {type(seen).__name__} observations; valid: text or discrete ones")
@@ -62,6 +63,7 @@ class GymText(TextEnv):
         self.success_above = success_above
         for name in ("instruction", "max_turns", "max_actions_per_turn", "step_reward"):
             setattr(self, name, getattr(self.env.unwrapped, name, getattr(self, name)))
+        check_attributes(self, f"gym:{id}")
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -58,7 +58,12 @@ def make(name: str, **options):
             near = difflib.get_close_matches(key, valid, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"env: {name} has no option {key!r}; {hint}valid: {', '.join(valid) or 'none'}")
-    return cls(**options)
+    try:
+        return cls(**options)
+    except ValueError:  # says it itself
+        raise
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"env: {name} cannot be made ({type(e).__name__}: {e}); valid: options that it takes") from e
 
 
 for _name, _cls in _CLASSES.items():

@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 MARKER = "complete.json"
+MAX_WEIGHT = 1e18  # the square of what is larger has no room in float32
 
 
 class CannotSave(RuntimeError):
@@ -31,13 +32,15 @@ class CannotSave(RuntimeError):
 def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
-    state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more.
+    state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more; FloatingPointError where a weight, of
+    the critic too, is no number a model can compute with: what was saved before is then worth more.
 
     The files: config, safetensors, tokenizer and chat template (save_pretrained), adapter/ (if there is one; the
     weights have it merged in), optimizer.pt, scheduler.pt, critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
     """
     from safetensors import SafetensorError
 
+    _check_weights([*model.parameters(), *getattr(critic, "parameters", [])], step)
     run_dir = Path(run_dir)
     folder = run_dir / folder_name(step)
     temporary = run_dir / f"{folder.name}.tmp"
@@ -65,6 +68,25 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
         (old / MARKER).unlink()  # first, so that a kill in mid-deletion leaves nothing that looks whole
         shutil.rmtree(old)
     return folder
+
+
+def _check_weights(parameters, step: int):
+    largest = max(p.detach().abs().amax().nan_to_num(nan=float("inf")).item() for p in parameters if p.numel())
+    if largest > MAX_WEIGHT:
+        raise FloatingPointError(f"weights of step {step} up to {largest:g} in size, which are not saved")
+
+
+def write_whole(path, text: str):
+    """Write a text file so that a kill or a full disk leaves the old one or the new one, never a part."""
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
+        _sync(beside)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def folder_name(step: int) -> str:
@@ -160,14 +182,27 @@ def load_state(folder) -> dict:
 
 
 def restore(folder, optimizer, scheduler, critic=None) -> dict:
-    """Put back optimizer, scheduler, critic and random states from a checkpoint; returns the rest of the trainer's state."""
+    """Put back optimizer, scheduler, critic and random states from a checkpoint; returns the rest of the trainer's state.
+
+    Rates and weight decay stay as the optimizers were made with: the settings' of now.
+    """
     found = load_state(folder)
-    optimizer.load_state_dict(found["optimizer"])
-    scheduler.load_state_dict(found["scheduler"])
+    restore_optimizer(optimizer, scheduler, found["optimizer"], found["scheduler"])
     if critic is not None:
         critic.load_state_dict(found["critic"])
     restore_random(found["random"])
     return found["state"]
+
+
+def restore_optimizer(optimizer, scheduler, moments: dict, position: dict):
+    """Put back an AdamW's moments and a LambdaLR's position, and keep rates, schedule and weight decay as they were made."""
+    rates, decays = scheduler.base_lrs, [group["weight_decay"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(moments)
+    scheduler.load_state_dict(position)
+    scheduler.base_lrs = rates
+    for group, rate, decay, factor in zip(optimizer.param_groups, rates, decays, scheduler.lr_lambdas):
+        group.update(initial_lr=rate, weight_decay=decay, lr=rate * factor(scheduler.last_epoch))
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def random_state() -> dict:

@@ -4,7 +4,8 @@
 
 transformers' HfArgumentParser does the work (its module alone imports in under a second; torch is not touched). On top:
 
-- `--config file.yaml`: flat `name: value` lines, read as if each was typed as a flag. Flags typed beside it win.
+- `--config file.yaml`: flat `name: value` lines, read as if each was typed as a flag. Flags typed beside it win, and of several
+  files the later.
 - A name that does not exist, in the file or on the line, stops the program and names the nearest one. Names are never
   completed (`--temp` is not `--temperature`), and nothing is ignored.
 - Values in the file are taken as written, so that `lr: 1e-5` is a number (to YAML itself it would be a text).
@@ -34,7 +35,8 @@ def parse(config_class, argv, prog: str, description: str):
     try:
         namespace = _parse(parser, config_class, argv)
         if namespace.config is not None:
-            namespace = _parse(parser, config_class, _read(namespace.config, config_class) + argv)
+            read = [arg for path in namespace.config for arg in _read(path, config_class)]
+            namespace = _parse(parser, config_class, read + argv)
     except ValueError as e:
         fail(prog, e)
     fields = [f.name for f in dataclasses.fields(config_class) if f.init]
@@ -78,10 +80,22 @@ def _alike(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
 
+def _number(kind):
+    """int or float of a text in plain digits: Python itself also takes 1_000, and the digits of every script."""
+
+    def read(text):
+        if "_" in text or not text.isascii():
+            raise ValueError(text)
+        return kind(text)
+
+    read.__name__ = kind.__name__  # argparse's word for it
+    return read
+
+
 def _value(text: str):
     for kind in (int, float):
         try:
-            return kind(text)
+            return _number(kind)(text)
         except ValueError:
             pass
     return {"true": True, "false": False}.get(text.lower(), text)
@@ -109,6 +123,7 @@ def _parser(config_class, prog, description) -> HfArgumentParser:
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
         elif action.choices is None and action.dest in kinds:
+            action.type = _number(action.type) if action.type in (int, float) else action.type
             action.metavar = "true|false" if kinds[action.dest] is bool else kinds[action.dest].__name__.upper()
     for f in dataclasses.fields(config_class):
         if kinds[f.name] is bool and f.default is False:  # HfArgumentParser has it only where the default is True
@@ -116,7 +131,9 @@ def _parser(config_class, prog, description) -> HfArgumentParser:
             parser.add_argument(
                 *sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS
             )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags beside it win")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="YAML file of settings; of several the later win, and flags over all"
+    )
     return parser
 
 
@@ -142,13 +159,13 @@ def _parse(parser, config_class, argv) -> argparse.Namespace:
         wrong = e.message.split(" (choose")[0]
         if choices:
             value = wrong.partition(": ")[2].strip("'")
-            near = difflib.get_close_matches(value, map(str, choices), n=1)
+            near = difflib.get_close_matches(value.lower(), map(str, choices), n=1)
             wrong += f" (did you mean {near[0]!r}?)" if near else ""
         if kind is bool:
             wrong = "neither true nor false"
         raise ValueError(f"{name}: {wrong}; valid: {', '.join(map(str, choices)) or VALID.get(kind)}") from e
     for name, value in vars(namespace).items():
-        if isinstance(value, list):  # what argparse makes of "--steps=--"
+        if isinstance(value, list) and name != "config":  # what argparse makes of "--steps=--"
             raise ValueError(f"{name}: has no value; valid: --{name} value")
     for arg in rest:
         if not arg.startswith("-"):
@@ -173,6 +190,8 @@ def _read(path: str, config_class) -> list[str]:
             node = yaml.compose(file, Loader=yaml.SafeLoader)  # nodes keep each value's text as it was written
     except OSError as e:
         raise ValueError(f"config: {path} cannot be read ({e.strerror}); valid: a YAML file") from e
+    except RecursionError as e:
+        raise ValueError(f"config: {path} is nested too deep; valid: lines of name: value") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ValueError(f"config: {path} is not YAML ({e}); valid: lines of name: value") from e
     if node is None:

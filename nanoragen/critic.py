@@ -18,6 +18,7 @@ import torch
 
 from nanoragen import distributed
 from nanoragen.batch import micro_batches, on_tokens
+from nanoragen.checkpoint import restore_optimizer
 from nanoragen.model import autocast, forward_inputs
 
 
@@ -38,8 +39,9 @@ class Critic:
         return {k: getattr(self, k).state_dict() for k in ("trunk", "head", "optimizer", "scheduler")}
 
     def load_state_dict(self, state: dict):
-        for k, part in state.items():
-            getattr(self, k).load_state_dict(part)
+        self.trunk.load_state_dict(state["trunk"])
+        self.head.load_state_dict(state["head"])
+        restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
 
     def score(self, batch, rows):
         """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""

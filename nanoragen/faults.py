@@ -12,6 +12,10 @@ import traceback
 from contextlib import contextmanager
 
 
+class Leave(SystemExit):
+    """Our own end of the process, which no environment's time may swallow."""
+
+
 class TooManyFaults(RuntimeError):
     """More of a step's episodes were lost to errors than --max_faults allows."""
 
@@ -44,11 +48,18 @@ def time_limit(seconds: float | None):
 
 @contextmanager
 def containing(episode, seconds: float | None):
-    """Whatever the body raises ends the episode as truncated "error", with the traceback in episode.error."""
+    """Whatever the body raises ends the episode as truncated "error", with the traceback in episode.error.
+
+    Also an exit or a KeyboardInterrupt of the environment's own making. The user's own come as `Leave` (nanoragen/stop.py), or, in
+    a program that leaves Ctrl-C as Python has it, as KeyboardInterrupt, and go through.
+    """
     try:
         with time_limit(seconds):
             yield
-    except Exception:
+    except BaseException as e:
+        users = isinstance(e, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if isinstance(e, Leave) or users:
+            raise
         episode.error, episode.truncated = traceback.format_exc(), "error"
 
 

@@ -15,6 +15,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from nanoragen.checkpoint import write_whole
+
 FILES = ("metrics.jsonl", "rollouts.jsonl", "cross.jsonl", "errors.jsonl")  # a run's records, a line each a step or more
 TRACKERS = ("wandb", "tensorboard", "trackio")
 Z95 = 1.959963984540054  # two-sided 95% quantile of the normal distribution
@@ -44,7 +46,7 @@ class Lines:
 
     def write(self, records):
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:  # half a character: JSON's own escape
                 file.write(("\n" if self.torn else "") + "".join(dumps(r) + "\n" for r in records))
             self.torn = False
         except OSError as e:
@@ -76,7 +78,7 @@ class Log:
         self.folder = Path(folder)
         names = check_trackers(trackers)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write_whole(self.folder / "config.json", json.dumps(config, indent=1, ensure_ascii=False) + "\n")
         self._metrics, self._rollouts = Lines(self.folder / "metrics.jsonl"), Lines(self.folder / "rollouts.jsonl")
         self._errors = Lines(self.folder / "errors.jsonl")
         self.trackers = [_start(name, self.folder, config) for name in names]

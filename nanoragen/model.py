@@ -11,7 +11,7 @@ otherwise (evaluation of a large model).
 
 Attention: flash_attention_2 on CUDA where flash-attn is installed and the model can use it, else what transformers picks
 (SDPA). With flash_attention_2 training packs a micro-batch into one row without padding. Adapters: nanoragen/lora.py.
-Left out: quantised training, a model spread over several GPUs, code from the hub (trust_remote_code is never set).
+Left out: quantised training, a model spread over several GPUs, code from a model's folder or the hub.
 """
 
 import copy
@@ -82,6 +82,7 @@ def load(name="nano", *, device=None, dtype=None):
         loading = {}
         extra = extra if Path(where).is_dir() or _hub_answers(where) else {"local_files_only": True}
     try:
+        extra["trust_remote_code"] = False  # said in so many words: unsaid, transformers asks, and takes "y" from standard input
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or torch.float32, **extra, **loading)
     except Exception as e:  # no network, no such name, a cut or foreign file: as many types as libraries underneath

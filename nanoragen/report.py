@@ -270,7 +270,7 @@ def write(text: str, path: Path):
     """Replace the file at once: who opens it sees the old page or the new one."""
     beside = path.with_name(path.name + f".{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)  # half a page, where the disk is full

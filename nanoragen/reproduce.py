@@ -90,7 +90,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
     ValueError where the folder holds a run of other settings, which must not be taken for this one.
     """
     if (folder / "config.json").is_file():
-        there = json.loads((folder / "config.json").read_text())
+        there = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for key, value in settings.items():
             if there.get(key) != value:
                 raise ValueError(f"out: {folder} holds a run with {key} {there.get(key)}, not {value}; valid: a new folder")

@@ -30,6 +30,7 @@ import torch
 from nanoragen import distributed
 from nanoragen.chat import Chat, parse_reply, reasoning_span
 from nanoragen.draw import Draw
+from nanoragen.envs.base import check_attributes
 from nanoragen.faults import containing, time_limit
 
 MAX_REWARD = 1e15  # the square of what is larger has no room in the float32 of group statistics
@@ -141,7 +142,8 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
     prompts = {}
     for t in tables:
         if not t.over and prompts.setdefault((t.episode.group, t.episode.seed), t.episode.ids) != t.episode.ids:
-            raise ValueError(f"env: {t.name} gave two different first observations; valid: reset(seed) alone decides")
+            with t._faults():
+                raise ValueError(f"env: {t.name} gave two different first observations; valid: reset(seed) alone decides")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = min(sampling.max_context or math.inf, positions or math.inf)
     with _sampling_mode(model):
@@ -187,8 +189,8 @@ def _play(tables, model, chat, sampling, limit, progress):
             observation = table.take(reply_ids)
             if table.over:
                 continue
-            follow = chat.follow(reply_ids, observation)
-            if not table.out_of_context(len(table.episode.ids) + len(follow), limit):
+            follow = table.follow(reply_ids, observation)
+            if not table.over and not table.out_of_context(len(table.episode.ids) + len(follow), limit):
                 table.show(observation, follow)
                 staying.append(row)
                 glue.append(follow)
@@ -203,10 +205,11 @@ class _Table:
     def __init__(self, env, env_name, seed, group, chat, sampling, rng):
         self.env, self.chat, self.sampling, self.rng = env, chat, sampling, rng
         self.name = f"{env_name} (seed {seed})"
-        self.max_turns = sampling.max_turns or env.max_turns
+        self.state, self.max_turns = "", sampling.max_turns or env.max_turns
         self.max_actions = sampling.max_actions_per_turn or env.max_actions_per_turn
         self.episode = Episode(env_name, int(seed), int(group), [], [], instruction=env.instruction)
         with self._faults():
+            check_attributes(env, self.name)
             self.state, info = env.reset(seed=seed)  # the environment's text, without any remark of ours
             self._check_text(self.state)
             self.episode.ids = chat.prompt(env.instruction, self.state)
@@ -242,6 +245,12 @@ class _Table:
         self.shown = observation
         self.episode.ids += glue
         self.episode.mask += [0] * len(glue)
+
+    def follow(self, reply_ids: list[int], observation: str) -> list[int]:
+        """The ids that carry the next observation; that no tokenizer can read is a fault of the environment."""
+        with self._faults():
+            return self.chat.follow(reply_ids, observation)
+        return []
 
     def note(self, values):
         """What was seen while a reply was sampled: (log-prob, entropy) of each of its ids."""

@@ -292,13 +292,24 @@ def test_logits_that_are_not_finite_end_the_run_with_the_phase_and_the_rate(argu
     assert checkpoint.newest(tmp_path / "run").name == "step_000001"
 
 
-def test_a_learning_rate_that_is_absurd_is_named(arguments, tmp_path, capsys):
-    try:
-        train.main([*arguments, "--lr", "1e30", "--steps", "6", "--out", str(tmp_path / "run")])
-    except SystemExit:
-        pass
-    said = capsys.readouterr()
-    assert "--lr" in said.out + said.err
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e30], ids=str)
+@pytest.mark.parametrize("of", ["model", "critic"])
+def test_weights_that_are_no_numbers_are_never_saved(of, weight, arguments, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+
+    def spoil(save=checkpoint.save):
+        def spoilt(folder, step, model, *args, **kw):
+            if step == 2:
+                (model.get_output_embeddings().weight if of == "model" else kw["critic"].head.weight).data[0, 0] = weight
+            return save(folder, step, model, *args, **kw)
+
+        return spoilt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", spoil())
+        said = failure(capsys, *arguments, "--algo", "ppo", "--keep", "1", "--out", str(run))
+    assert "save: weights of step 2" in said and "lower --lr (now" in said and f"--resume {run}" in said
+    assert [p.name for p in run.glob("step_*")] == ["step_000001"] and checkpoint.damage(run / "step_000001") == ""
 
 
 # -- no memory -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import train
 from helpers import moments, timeless
 from safetensors.torch import load_file
 
-from nanoragen import metrics
+from nanoragen import checkpoint, metrics, settings
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
          "--final_episodes", "4", "--save_every", "1", "--keep", "9", "--eval_every", "2"]  # fmt: skip
@@ -94,18 +95,93 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number, tmp_path, mo
      (["--resume", "{run}"], "no whole checkpoint"), (["--resume", "{done}"], "--steps above 7"),
      (["--resume", "{done}", "--steps", "6"], "--steps above 7"), (["--resume", "{done}", "--env", "sokoban"], "a run of bandit"),
      (["--resume", "{done}", "--steps", "8", "--algo", "ppo"], "algo: ppo"),
-     (["--resume", "{done}", "--steps", "8", "--baseline", "critic"], "valid: mean")],
+     (["--resume", "{done}", "--steps", "8", "--baseline", "critic"], "valid: mean"),
+     (["--resume", "{done}/step_000007"], "is a checkpoint; valid: its run, "), (["--resume", "{old}"], "--steps above 7")],
 )  # fmt: skip
 def test_what_cannot_be_resumed_is_one_line(argv, said, tmp_path, capsys):
-    for name in ("run", "done"):
+    for name in ("run", "done", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"env": "bandit", "steps": 7, "algo": "grpo", "baseline": "mean"}')
-    (tmp_path / "done/step_000007").mkdir()
-    (tmp_path / "done/step_000007/complete.json").write_text("{}")
+    for name in ("done/step_000007", "old/step_000007.old"):  # .old: killed between the two renames of a save
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "complete.json").write_text("{}")
     with pytest.raises(SystemExit) as stop:
-        train.main([a.format(run=tmp_path / "run", done=tmp_path / "done") for a in argv])
+        train.main([a.format(run=tmp_path / "run", done=tmp_path / "done", old=tmp_path / "old") for a in argv])
     message = capsys.readouterr().err
     assert stop.value.code not in (0, None) and said in message and len(message.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["", '{"env": "bandit", "ste', "[]", '{"env": "bandit"}', "env: bandit", "[" * 100_000])
+def test_a_damaged_config_is_never_replaced_by_defaults(text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "step_000007").mkdir()
+    (tmp_path / "step_000007/complete.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(tmp_path)])
+    assert f"resume: {tmp_path / 'config.json'} is damaged" in capsys.readouterr().err
+
+
+def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    metrics.Log(tmp_path, {"steps": 1})
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError):
+        metrics.Log(tmp_path, {"steps": 2})
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == '{\n "steps": 1\n}\n'
+
+
+@pytest.mark.parametrize("text", ["r\U0001f600", "r\u00e9", "half \udcff"])
+def test_settings_come_back_as_they_were(text, tmp_path):
+    c = train.Config(env="bandit", steps=8, out=str(tmp_path), log="")
+    metrics.Log(tmp_path, asdict(replace(c, data=text)))
+    (tmp_path / "step_000007").mkdir()
+    (tmp_path / "step_000007/complete.json").write_text("{}")
+    with settings.lets_go():
+        assert settings.resumed(train.Config(resume=str(tmp_path)), [])[0].data == text
+
+
+def test_two_runs_never_share_a_folder(tmp_path, monkeypatch, capsys):
+    """The second starts before the first has logged anything. A start that failed leaves its folder free."""
+    monkeypatch.chdir(tmp_path)
+    default, named = train.Config(env="bandit"), train.Config(env="bandit", out="run")
+    with settings.lets_go():
+        assert settings.run_folder(default) != settings.run_folder(default)
+        settings.run_folder(named)
+        with pytest.raises(ValueError, match="out: run already holds a run"):
+            settings.run_folder(named)
+    assert settings.run_folder(named).name == "run"
+    (tmp_path / "run/step_000001").mkdir()
+    (tmp_path / "run/step_000001/complete.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        train.main(["--resume", "run"])  # while it is held
+    assert "is being written by another process" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="out: run already holds a run"):  # without a log, but a checkpoint
+        settings.run_folder(named)
+
+
+def test_rates_given_at_a_resume_are_used(tmp_path, capsys):
+    """All three, whatever the checkpoint's optimizers had; and a file of settings beside --resume adds to the run's own."""
+    small = ["--env", "bandit", "--groups", "2", "--group_size", "2", "--max_turns", "1", "--max_tokens", "4", "--final_episodes", "2",
+             "--eval_every", "0", "--algo", "ppo", "--filter", "none", "--lr_schedule", "constant", "--lr_warmup", "0",
+             "--entropy_coef", "0.01"]  # fmt: skip
+    train.main([*small, "--steps", "1", "--out", str(tmp_path / "run")])
+    (tmp_path / "more.yaml").write_text("steps: 2\nlr: 1e-5\n")
+    more = ["--config", str(tmp_path / "more.yaml"), "--weight_decay", "0.25", "--critic_lr", "2e-4"]
+    train.main(["--resume", str(tmp_path / "run"), *more])
+    state = tmp_path / "run/step_000002"
+    policy = torch.load(state / "optimizer.pt", weights_only=True)["param_groups"][0]
+    critic = torch.load(state / "critic.pt", weights_only=True)["optimizer"]["param_groups"][0]
+    for group, rate in ((policy, 1e-5), (critic, 2e-4)):
+        assert group["lr"] == group["initial_lr"] == rate and group["weight_decay"] == 0.25
+    first, second = timeless(tmp_path / "run")
+    assert (first["lr"], second["lr"]) == (6e-4, 1e-5)
+    (tmp_path / "run/metrics.jsonl").unlink()
+    train.main(["--resume", str(tmp_path / "run"), "--steps", "3"])
+    assert "resumed after step 2" in (said := capsys.readouterr().out) and "the log is gone, so early stops count anew" in said
+    assert len((tmp_path / "run/rollouts.jsonl").read_text().splitlines()) == 3 * 4  # the run's own groups
+    a, b = (load_file(tmp_path / f"run/step_00000{n}/model.safetensors") for n in (1, 2))
+    updates = 4  # of AdamW: each moves a weight by about the rate, and by decay times rate times itself
+    assert 0 < max(((a[k] - b[k]).abs() - 0.25 * updates * 1e-5 * a[k].abs()).max() for k in a) < 3 * updates * 1e-5
 
 
 def test_rewind_keeps_whole_lines_up_to_a_step(tmp_path):

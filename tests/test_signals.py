@@ -4,6 +4,8 @@ The signal comes when the progress bar names the phase, so it is always the same
 hangs inside C code, which Python answers only when that returns.
 """
 
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import tqdm
 from helpers import byte_tokenizer, timeless, tiny_model
 
 import train
-from nanoragen import checkpoint
+from nanoragen import checkpoint, stop
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ["evaluation (before)", "rollout", "turn 1", "diagnosis", "advantages", "reference", "score", "update 1/2", "update 2/2",
@@ -105,6 +107,50 @@ def test_a_signal_in_the_last_evaluation_changes_nothing(arguments, whole, tmp_p
         left = signal_in("evaluation (after)", [signal.SIGTERM], patch)
         train.main([*arguments, "--out", str(tmp_path / "run")])
     assert not left and timeless(tmp_path / "run") == whole
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has ended after so many lines."""
+
+    def __init__(self, lines):
+        super().__init__()
+        self.left = lines
+
+    def write(self, text):
+        self.left -= text.count("\n")
+        if self.left < 0:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("lines", [0, 3, 7])
+def test_a_reader_that_ends_stops_the_run_and_nothing_is_lost(lines, arguments, whole, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Closed(lines))
+        patch.setattr(sys, "stderr", Closed(0))  # 2>&1
+        if lines < 7:
+            with pytest.raises(SystemExit) as end:
+                train.main([*arguments, "--out", str(out)])
+            assert end.value.code == 130
+        else:  # the last step is done: only its last words are lost
+            train.main([*arguments, "--out", str(out)])
+    assert checkpoint.newest(out, say=pytest.fail).name == f"step_00000{1 + (lines == 7)}"
+    if lines < 7:
+        train.main(["--resume", str(out)])
+    assert timeless(out) == whole
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no terminals here")
+def test_a_closed_terminal_asks_but_not_under_nohup():
+    for handler, heard in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with stop.Stop() as asked:
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert asked.asked == heard and signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
 
 # runs a program that gets a signal at the moment when it imports a module

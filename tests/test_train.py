@@ -200,7 +200,14 @@ def test_micro_batches_cover_every_row_once():
      ({"filter_value": 1.5}, "filter_value"), ({"model": "./no-such-folder"}, "model"), ({"env_options": "boxs=2"}, "boxes"),
      ({"lr": float("nan")}, "lr"), ({"env_timeout": float("nan")}, "env_timeout"), ({"env_timeout": 1e-9}, "env_timeout"),
      ({"seed": 10**20}, "seed"), ({"format_penalty": 5.0}, "format_penalty"), ({"clip_low": 2.0}, "clip_low"), ({"beta": float("nan")}, "beta"), ({"entropy_coef": float("nan")}, "entropy_coef"),
-     ({"weight_decay": float("inf")}, "weight_decay"), ({"format_penalty": float("nan")}, "format_penalty"), ({"log": "wandbb"}, "log")],
+     *(({k: v}, f"^{k}: .*valid: ") for k, v in {
+         "steps": 10**10, "groups": 10**9, "max_tokens": 10**10, "lr": 1e30, "weight_decay": 1e300, "reward_noise": 1e300, "lora": 10**8,
+         "env_timeout": 1e300, "temperature": 1e-30, "format_penalty": -1e300, "filter_eps": 2.0, "final_episodes": 1_000_001,
+         "critic_lr": 1.0, "kl": "k1", "quantile": 0.7, "device": "meta"}.items()),
+     ({"groups": 10**5}, "^final_episodes: "), ({"filter": "none", "filter_value": 0.5}, "^filter_value: 0.5 with --filter none"),
+     ({"filter": "none", "filter_metric": "success_std"}, "^filter_metric: "), ({"filter": "none", "filter_include_zero": True}, "^filter_inc"),
+     ({"filter": "top_k", "filter_mode": "softmax"}, "^filter_mode: "), ({"filter": "top_k_abs", "filter_value": 1.5}, "a whole number"),
+     ({"device": "cuda:x"}, "^device: "), ({"weight_decay": float("inf")}, "weight_decay"), ({"format_penalty": float("nan")}, "format_penalty"), ({"log": "wandbb"}, "log")],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_named(bad, key):
     with pytest.raises(ValueError, match=key):

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pytest
@@ -78,6 +78,10 @@ def test_every_bool_can_be_said_both_ways(name, default):
         (["--lr", "fast"], "lr: ", "valid: a number"),
         (["--lr"], "lr: ", "valid: a number"),
         (["--algo", "grp"], "algo: ", "did you mean 'grpo'?"),
+        (["--algo", "RLOO"], "algo: ", "did you mean 'rloo'?"),
+        (["--steps", "1_000"], "steps: ", "valid: a whole number"),
+        (["--steps", "\u0661\u0662"], "steps: ", "valid: a whole number"),
+        (["--lr", "1_0.5"], "lr: ", "valid: a number"),
         (["--algo", "x"], "algo: ", "valid: grpo, rloo"),
         (["--shuffle", "maybe"], "shuffle: ", "valid: true or false"),
         (["--steps", "1", "--no_steps"], "--no_steps: ", "there is no such setting"),
@@ -94,6 +98,8 @@ def test_a_file_of_settings(tmp_path):
     assert parse("--config", path, "--steps", "9", "--no_shuffle").steps == 9  # flags win, wherever they stand
     assert parse("--steps", "9", "--config", path).steps == 9
     assert parse("--config", path, "--no_shuffle").shuffle is False
+    (tmp_path / "later.yaml").write_text("lr: 1e-6\n")
+    assert parse("--config", path, "--config", str(tmp_path / "later.yaml")) == replace(parse("--config", path), lr=1e-6)
     assert parse("--config", write(tmp_path, "")) == Config()
     assert parse("--config", write(tmp_path, "temperature: -1e-3\nenv: '--x'\n")) == Config(
         temperature=-1e-3, env="--x"
@@ -114,6 +120,7 @@ def test_a_file_of_settings(tmp_path):
         ("- lr", "config: ", "holds no settings"),
         ("lr: [", "config: ", "is not YAML"),
         ("1: 2", "1: ", "there is no such setting"),
+        ("lr: " + "[" * 3000 + "]" * 3000, "config: ", "nested too deep"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path, capsys, text, starts, holds):

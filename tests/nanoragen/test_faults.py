@@ -2,16 +2,20 @@
 
 import json
 import math
+import signal
+import sys
 import time
 
+import gymnasium
 import pytest
 import torch
 import train
 from helpers import Ladder, byte_tokenizer, play, script, tiny_model
 
+from nanoragen import metrics
 from nanoragen.checkpoint import is_complete, load_state
 from nanoragen.envs import registry
-from nanoragen.faults import TooManyFaults, time_limit
+from nanoragen.faults import Leave, TooManyFaults, time_limit
 from nanoragen.rollout import Sampling, rollout
 
 
@@ -21,12 +25,19 @@ def hang():
         pass
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
 FAULTS = {
     "raises": lambda: 1 / 0,
     "nan reward": lambda: ("text", math.nan, False, False, {}),
     "no text": lambda: (b"text", 0.0, False, False, {}),
     "too few values": lambda: ("text", 0.0),
     "no info": lambda: ("text", 0.0, False, False, None),
+    "exits": lambda: sys.exit(0),
+    "interrupts": interrupt,
+    "no tokenizer reads it": lambda: ("half a character \ud800", 0.0, False, False, {}),
     "hangs": hang,
     "hangs without python code": lambda: time.sleep(30),
 }
@@ -58,7 +69,10 @@ def rolled(fault, where="step", **more):
 
 @pytest.mark.parametrize("where", ["step", "reset"])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_fault_costs_its_episode_and_no_other(fault, where):
+def test_a_fault_costs_its_episode_and_no_other(fault, where, monkeypatch):
+    if where == "reset" and fault is FAULTS["no tokenizer reads it"]:
+        fault = lambda: ("\ud800", {})  # noqa: E731
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # as in a run, Ctrl-C is no KeyboardInterrupt
     start = time.monotonic()
     episodes = rolled(fault, where)
     assert time.monotonic() - start < 10
@@ -75,6 +89,60 @@ def test_without_containment_a_fault_is_raised():
         rolled(FAULTS["raises"], contain_faults=False)
     with pytest.raises(TimeoutError, match="env_timeout"):
         rolled(FAULTS["hangs"], contain_faults=False)
+
+
+@pytest.mark.parametrize("ours", [Leave(143), KeyboardInterrupt()], ids=["second signal", "Ctrl-C in a notebook"])
+def test_what_the_user_asks_for_is_no_fault(ours):
+    def fault():
+        raise ours
+
+    with pytest.raises(type(ours)):
+        rolled(fault)
+
+
+def test_prompts_that_the_seed_does_not_decide_are_faults():
+    class Drifting(Ladder):
+        made = 0
+
+        def reset(self, *, seed=None, options=None):
+            Drifting.made += 1
+            return f"{super().reset(seed=seed)[0]} {Drifting.made}", {}
+
+    tokenizer = byte_tokenizer()
+    settings = Sampling(contain_faults=True, max_tokens=8)
+    envs = [Drifting() for _ in range(3)]
+    episodes = rollout(tiny_model(tokenizer), tokenizer, envs, [7] * 3, [0] * 3, settings, env_name="drifting")
+    assert [e.truncated == "error" and "two different first observations" in e.error for e in episodes] == [False, True, True]
+
+
+@pytest.mark.parametrize("key, value", [("step_reward", math.nan), ("step_reward", "x"), ("max_turns", None), ("instruction", 7)])
+def test_attributes_that_no_episode_can_be_played_with(key, value, monkeypatch):
+    monkeypatch.setattr(Ladder, key, value)
+    assert all(e.truncated == "error" and f"{key} {value!r}" in e.error for e in rolled(lambda: None))
+    with pytest.raises(ValueError, match=f"env: faulty .seed 0. has .*{key} {value!r}"):
+        rolled(lambda: None, contain_faults=False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no licence\nsecond line"), SystemExit(0), KeyError("x")], ids=repr)
+@pytest.mark.parametrize("name", ["gym:Broken-v0", "bandit"])
+def test_an_environment_that_cannot_be_made_is_one_line(name, error, monkeypatch, capsys):
+    def broken(self=None, **options):
+        raise error
+
+    gymnasium.register("Broken-v0", entry_point=broken, disable_env_checker=True)
+    monkeypatch.setattr(registry.env_class("bandit"), "__init__", broken)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--env", name])
+    message = capsys.readouterr().err
+    gymnasium.registry.pop("Broken-v0")
+    assert stop.value.code == 2 and f"env: {name} cannot be made ({type(error).__name__}" in message and message.count("\n") == 1
+
+
+def test_half_a_character_in_an_error_is_logged(tmp_path):
+    episode = rolled(FAULTS["raises"])[1]
+    episode.error = "bad name \udcff"
+    metrics.Log(tmp_path, {}).errors(1, [episode])
+    assert json.loads((tmp_path / "errors.jsonl").read_text())["error"] == "bad name \udcff"
 
 
 def test_the_time_limit_ends_code_that_catches_it_once_and_leaves_no_timer():

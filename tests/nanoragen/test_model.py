@@ -1,5 +1,6 @@
 """Loading by name, folder and GGUF file; the reference; the precision; the head on picked positions only."""
 
+import json
 import math
 import subprocess
 import sys
@@ -62,6 +63,23 @@ def test_a_run_folder_points_to_its_checkpoint(tmp_path, folder):
     with pytest.raises(ValueError, match="not a model folder, but step_000020 in it is"):
         models.load(str(tmp_path))
     models.locate(str(tmp_path / "step_000020"))
+
+
+def test_code_in_a_models_folder_never_runs(folder, tmp_path, monkeypatch):
+    """Nor when someone who is asked would say yes."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "class C(Qwen2Config):\n    model_type = 'evil'\n"
+        "class M(Qwen2ForCausalLM):\n    config_class = C\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    with pytest.raises(ValueError, match="^model: [^\n]*cannot be loaded"):
+        models.load(str(folder))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_hub_id_without_network_is_one_line():  # the suite runs with HF_HUB_OFFLINE
