@@ -428,7 +428,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
                 found, logged = collapse.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
             line.update(logged)
             if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
-                measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"]))
+                measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"] / found["mi_upper_bound"]))
                 del measured[1 : -collapse.RECENT]
                 judged = *collapse.recent(measured), *measured[0]  # the last few against the run's first
                 line["regime"], regime = collapse.regime(*judged), collapse.regime_sentence(*judged)

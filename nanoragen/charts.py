@@ -30,12 +30,15 @@ class View:
         self.env = env if env in ends or not ends else ends[0]
         self.sample = TRAJECTORY if FIRST + "mi_seq_estimate" not in keys and TRAJECTORY + "mi_seq_estimate" in keys else FIRST
         steps, entropy = run.series(self.sample + "conditional_entropy_est")
-        information = dict(zip(*run.series(self.sample + "mi_seq_estimate")))
-        measured = [(s, h, information[s]) for s, h in zip(steps, entropy) if h is not None and information.get(s) is not None]
-        self.measured = measured  # [(step, H(Z|X), MI)]
-        pairs = [(h, mi) for _, h, mi in measured]
+        mi, bound = (dict(zip(*run.series(self.sample + key))) for key in ("mi_seq_estimate", "mi_upper_bound"))
+        self.measured = measured = [  # [(step, H(Z|X), MI / H(X))]; with one prompt only there is nothing to tell apart
+            (s, h, mi[s] / bound[s])
+            for s, h in zip(steps, entropy)
+            if None not in (h, mi.get(s), bound.get(s)) and bound[s] > 0
+        ]
+        pairs = [(h, share) for _, h, share in measured]
         self.recent = [(s, *collapse.recent(pairs[max(0, i + 1 - collapse.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)]
-        self.regimes = [(s, collapse.regime(h, mi, *pairs[0])) for s, h, mi in self.recent]
+        self.regimes = [(s, collapse.regime(h, share, *pairs[0])) for s, h, share in self.recent]
         self.evaluations = []  # [(step, {"success": , "success_low": , ...})]; step 0: before training
         for m in self.history:
             for at, prefix in ((0, "eval/before/"), (m.get("step"), "eval/")):
@@ -149,16 +152,16 @@ def reward_chart(views):
 
 
 def regime_chart(views):
-    """H(Z|X) against MI, each over the run's first measurement; where that is not above 0, as it is (nats)."""
+    """H(Z|X) against MI / H(X), each over the run's first measurement; where that is not above 0, as it is."""
     said, drawn, strips = [], [], []
     for n, v in enumerate(views):
         if not v.measured:
-            said.append((v.name, "Neither was measured (--mi_every)."))
+            said.append((v.name, unmeasured(v)))
             continue
-        h0, mi0 = v.measured[0][1:]
+        h0, share0 = v.measured[0][1:]
         kept = spread(range(len(v.measured)), MAX_POINTS)
         points = [v.recent[i] for i in kept]
-        scale = [h0 if h0 > 0 else 1.0, mi0 if mi0 > 0 else 1.0]
+        scale = [h0 if h0 > 0 else 1.0, share0 if share0 > 0 else 1.0]
         drawn.append({
             "name": v.name, "color": n, "step": [p[0] for p in points],
             "x": [tidy(p[1] / scale[0]) for p in points], "y": [tidy(p[2] / scale[1]) for p in points],
@@ -166,16 +169,23 @@ def regime_chart(views):
         })  # fmt: skip
         strips.append({"name": v.name, "spells": spells(v.regimes)})
         text = f"Last: {found_and_todo(v)[0]}. {over_time(v.regimes)}"
-        if min(h0, mi0) <= 0:
-            text += " A first measurement is not above 0, so that axis is in nats instead."
+        if min(h0, share0) <= 0:
+            text += " A first measurement is not above 0, so that axis is not relative to it."
         said.append((v.name, text))
     healthy = (
-        "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI, up). Falling "
+        "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI as a share of its bound, up). Falling "
         "down is template collapse, which entropy alone does not show. 1 is the run's first measurement, a point the mean of "
         f"the last {collapse.RECENT}."
     )
-    spec = {"kind": "map", "low": collapse.LOW, "runs": drawn, "strips": strips, "x": "H(Z|X) / first", "y": "MI / first"}
+    spec = {"kind": "map", "low": collapse.LOW, "runs": drawn, "strips": strips, "x": "H(Z|X) / first", "y": "MI of its bound / first"}
     return ("Reasoning regimes", healthy, said, spec) if drawn else None
+
+
+def unmeasured(view) -> str:
+    """Why there is no regime."""
+    if view.run.values(view.sample + "mi_upper_bound"):
+        return "With one prompt a step there is nothing to tell apart (--groups)."
+    return "Neither was measured (--mi_every)."
 
 
 def found_and_todo(view) -> tuple[str, str]:

@@ -78,9 +78,10 @@ def verdict(view) -> tuple[str, str, list[str]]:
         known = [r for _, r in view.evaluations if None not in (r["success_low"], r["success_high"])]
         why += metrics.diagnosis(rows, known[0], known[-1], view.env) if rows else []
     level = {"rose": "good", "fell": "bad", "unclear": "watch", "unknown": "unknown"}[change]
-    todo = "measure the reasoning (--mi_every 1)"
     if not view.measured:
         head = f"{success}; whether the reasoning depends on its prompt was not measured"
+        one = "--groups" in charts.unmeasured(view)
+        todo = "train on several prompts a step (--groups 2 or more)" if one else "measure the reasoning (--mi_every 1)"
         level = "watch" if level == "good" else level
     else:
         name, near = view.regimes[-1][1], at_chance(view)
@@ -227,10 +228,10 @@ def table(views) -> str:
     """The compared runs, with the settings in which they differ."""
     keys = [k for k in dict.fromkeys(k for v in views for k in v.config) if k != "out"]
     differ = [k for k in keys if len({json.dumps(v.config.get(k)) for v in views}) > 1][:8]
-    rows = [["run", "steps", "held-out success, first", "last", "MI first", "MI last", "regime", *differ]]
+    rows = [["run", "steps", "held-out success, first", "last", "MI of its bound, first", "last", "regime", *differ]]
     for v in views:
         success = [percent(v.evaluations[i][1]["success"]) if v.evaluations else "\u2013" for i in (0, -1)]
-        mi = [charts.short(v.measured[i][2]) if v.measured else "\u2013" for i in (0, -1)]
+        mi = [percent(v.measured[i][2]) if v.measured else "\u2013" for i in (0, -1)]
         regime = v.regimes[-1][1] if v.regimes else "\u2013"
         rows.append([v.name, max(v.run.steps, default=0), *success, *mi, regime, *[v.config.get(k, "\u2013") for k in differ]])
     cells = lambda row, tag: "".join(f"<{tag}>{escape(x)}</{tag}>" for x in row)

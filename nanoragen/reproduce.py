@@ -7,12 +7,13 @@
 A grid of runs: {no filter, top-p 0.9} x {plain, KL, entropy bonus, reward noise, each of several strengths} x seeds. Each is a
 `train.py` process of one thread; their logs are all that is analysed. Writes results.json, results.md and figures (SVG).
 
-What is asked, and of which numbers. MI: `mi_seq_estimate`; entropy: `conditional_entropy_est`, H(Z|X) a token; "final": mean over
-the last quarter of the steps, "first": the first measurement, of the starting model; success: held-out, after the last step.
+What is asked, and of which numbers. MI: `mi_seq_estimate`, its share: of the bound H(X) of that step; entropy: `conditional_entropy_est`,
+H(Z|X) a token; "final": mean over the last quarter of the steps, "first": the first measurement, of the starting model; success:
+held-out, after the last step.
 
     (a) does MI go with success across runs, and more strongly than entropy?   Spearman, bootstrap over runs
     (b) does the filter raise success and MI, and what does a step cost?       differences of pairs that differ in nothing else, t
-    (c) does MI fall by more than half where entropy stays within 10%,         the runs are listed
+    (c) does MI's share fall by more than half where entropy stays within 10%, the runs are listed
         or where it does not fall?
     (d) does the task gradient grow with in-group reward variance?             top less bottom bucket, t over runs without noise
 
@@ -38,6 +39,7 @@ from nanoragen.intervals import bootstrap, spearman, t_interval, verdict
 
 ROOT = Path(metrics.__file__).resolve().parent.parent
 FIRST_TURN = "collapse_first_turn_sample/"
+MEASURED = {"mi": "mi_seq_estimate", "entropy": "conditional_entropy_est"}
 FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_value": 0.9}}
 # All runs are as long as each other, and what acts on them acts to the end: no decay of the learning rate, as in the paper's runs.
 COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1, "lr_schedule": "constant"}
@@ -163,8 +165,10 @@ def summary(name: str, lines: list[dict], env: str) -> dict:
     filter, intervention, seed = name.split("-")
     found = {"name": name, "filter": filter, "intervention": intervention, "seed": int(seed)}
     found["success"] = lines[-1][f"eval/{env}/success"]
-    for short, key in (("mi", "mi_seq_estimate"), ("entropy", "conditional_entropy_est")):
-        values = [m.get(FIRST_TURN + key) for m in lines]
+    of = {short: [m.get(FIRST_TURN + key) for m in lines] for short, key in MEASURED.items()}
+    bound = [m.get(FIRST_TURN + "mi_upper_bound") for m in lines]
+    of["share"] = [mi / b if mi is not None and b else None for mi, b in zip(of["mi"], bound)]  # H(X) differs from step to step
+    for short, values in of.items():
         found[f"{short}_first"] = next((v for v in values if v is not None), math.nan)
         found[short] = mean(values[-max(1, len(values) // 4) :])
     times = [m["step_time"] - m.get("time/gradients", 0.0) for m in lines]  # what the run would take without measuring them
@@ -187,8 +191,8 @@ def bucket_means(lines) -> list[dict]:
 
 
 def collapsed(run: dict, most=math.inf) -> bool:
-    """Template collapse that entropy does not see: over half of the MI goes, and entropy stays above 90% (and at most `most`) of its start."""
-    return 0.9 * run["entropy_first"] <= run["entropy"] <= most * run["entropy_first"] and run["mi"] < 0.5 * run["mi_first"]
+    """Template collapse that entropy does not see: over half of MI / H(X) goes, and entropy stays above 90% (and at most `most`) of its start."""
+    return 0.9 * run["entropy_first"] <= run["entropy"] <= most * run["entropy_first"] and run["share"] < 0.5 * run["share_first"]
 
 
 def analyse(runs: list[dict]) -> dict:
@@ -228,7 +232,7 @@ def analyse(runs: list[dict]) -> dict:
         names = [r["name"] for r in runs if collapsed(r, most)]
         said = "reproduced" if names else "not reproduced"
         one = {"value": len(names), "low": None, "high": None, "n": len(runs), "unit": "runs", "verdict": said}
-        claims.append({"claim": f"runs whose MI falls by more than half while {text}", **one})
+        claims.append({"claim": f"runs whose MI, as a share of its bound, falls by more than half while {text}", **one})
 
     clean = [r for r in runs if not r["intervention"].startswith("noise") and len(r["buckets"]) > 1]
     task = [r["buckets"][-1]["task"] - r["buckets"][0]["task"] for r in clean]

@@ -205,6 +205,24 @@ def test_verdict_of_reasoning_that_never_depended_on_its_prompt(make):
     assert level == "watch" and "ignores its prompt" in head and "15.0% against 12.5%" in why
 
 
+def test_mi_is_judged_as_a_share_of_its_bound(make):
+    """Two prompts instead of eight: MI falls to a third in nats, and is still all that there is to know. And the other way round."""
+    bound = lambda s: {S + "mi_upper_bound": math.log(8 if s < 3 else 2), S + "mi_seq_estimate": math.log(8 if s < 3 else 2)}
+    assert verdict(make(change=bound))[0] == "good"
+    grown = lambda s: {S + "mi_upper_bound": math.log(2 if s < 3 else 64), S + "mi_seq_estimate": math.log(2)}
+    level, head, why = verdict(make("grown", change=grown))
+    assert level == "bad" and "template collapse" in head and "MI 17% of its bound, first 100%" in why
+
+
+def test_with_one_prompt_there_is_no_regime(make):
+    one = {S + "mi_seq_estimate": 0.0, S + "mi_upper_bound": 0.0, S + "retrieval_accuracy": 1.0, S + "retrieval_chance_level": 1.0}
+    folder = make(change=lambda s: one, groups=1)
+    level, head, why = verdict(folder)
+    assert level == "watch" and "was not measured" in head and "--groups 2 or more" in why
+    page = page_of(folder)
+    assert "regimes" not in data_of(page)["charts"] and not re.search("collapse\\b|diverse", words(page).split("Settings of")[0])
+
+
 def test_verdict_names_what_happened(make):
     folder = make(
         steps=8, change=lambda s: {"nonfinite_updates": int(s == 3), "skipped": float(s > 6), "early_stopped/success": s == 8}
@@ -458,8 +476,9 @@ def test_two_runs_are_compared(make, capsys, tmp_path):
     assert [(s["name"], s["color"]) for s in series[::2]] == [("a: MI, 95%", 0), ("b: MI, 95%", 1)]
     assert series[2]["y"] == pytest.approx([2 / s for s in range(1, 9)], rel=1e-5)
     text = words(page)
-    assert "2 runs compared" in text and "regime seed filter" in text and "a 8 40.0% 70.0% 1.99 1.91 diverse 0 top_p" in text
-    assert "b 8 40.0% 70.0% 2.00 0.25 template collapse 1 none" in text
+    assert "2 runs compared" in text and "regime seed filter" in text
+    assert "a 8 40.0% 70.0% 95.6% 91.9% diverse 0 top_p" in text  # MI 2 - 1/90 and 2 - 8/90 of log 8
+    assert "b 8 40.0% 70.0% 96.2% 12.0% template collapse 1 none" in text
     assert [r["name"] for r in data_of(page)["runs"]] == ["a", "b"] and not (a / "report.html").exists()
     report.main([str(a), "--out", str(tmp_path / "one.html")])
     assert "1 runs" not in (tmp_path / "one.html").read_text()

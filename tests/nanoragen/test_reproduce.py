@@ -181,6 +181,7 @@ def lines(success, mi, entropy, seconds=2.0, task=(0.0, 1.0), steps=8):
         first, end = step == 1, step > steps - steps // 4
         line = {"step": step, "step_time": seconds + 0.5, "time/gradients": 0.5, "rollout/filter_kept_ratio": 0.5,
                 "collapse_first_turn_sample/mi_seq_estimate": 2.0 if first else mi if end else 77.0,
+                "collapse_first_turn_sample/mi_upper_bound": 2.5 if first or end else 99.0,
                 "collapse_first_turn_sample/conditional_entropy_est": 1.0 if first else entropy if end else 77.0}  # fmt: skip
         if step in (1, 5):
             for n, norm in enumerate(task):
@@ -236,6 +237,15 @@ def test_known_answers_are_found():
         and results["buckets"][1]["snr"] == pytest.approx(3)
         and results["buckets"][0]["snr"] == 0
     )
+
+
+def test_collapse_is_judged_by_the_share_of_the_bound():
+    """MI 0.6 of 2.5 is under half of 2.0 of 2.5, but not of 0.6 of 0.7; 2.0 of 6.0 is, though as many nats as at first."""
+    for mi, bound, want in ((0.6, 2.5, True), (0.6, 0.7, False), (2.0, 6.0, True)):
+        log = [{**m, "collapse_first_turn_sample/mi_upper_bound": bound} if m["step"] > 6 else m for m in lines(0.5, mi, 1.0)]
+        one = summary("none-plain-0", log, "lake")
+        assert one["share"] == pytest.approx(mi / bound) and one["share_first"] == pytest.approx(0.8)
+        assert reproduce.collapsed(one) == want and one["mi"] == pytest.approx(mi)
 
 
 @pytest.mark.parametrize(
