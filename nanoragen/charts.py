@@ -32,12 +32,12 @@ class View:
         steps, entropy = run.series(self.sample + "conditional_entropy_est")
         mi, bound = (dict(zip(*run.series(self.sample + key))) for key in ("mi_seq_estimate", "mi_upper_bound"))
         self.measured = measured = [  # [(step, H(Z|X), MI / H(X))]; with one prompt only there is nothing to tell apart
-            (s, h, mi[s] / bound[s])
-            for s, h in zip(steps, entropy)
-            if None not in (h, mi.get(s), bound.get(s)) and bound[s] > 0
+            (s, h, mi[s] / bound[s]) for s, h in zip(steps, entropy) if None not in (h, mi.get(s), bound.get(s)) and bound[s] > 0
         ]
         pairs = [(h, share) for _, h, share in measured]
-        self.recent = [(s, *collapse.recent(pairs[max(0, i + 1 - collapse.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)]
+        self.recent = [
+            (s, *collapse.recent(pairs[max(0, i + 1 - collapse.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)
+        ]
         self.regimes = [(s, collapse.regime(h, share, *pairs[0])) for s, h, share in self.recent]
         self.evaluations = []  # [(step, {"success": , "success_low": , ...})]; step 0: before training
         for m in self.history:
@@ -177,7 +177,14 @@ def regime_chart(views):
         "down is template collapse, which entropy alone does not show. 1 is the run's first measurement, a point the mean of "
         f"the last {collapse.RECENT}."
     )
-    spec = {"kind": "map", "low": collapse.LOW, "runs": drawn, "strips": strips, "x": "H(Z|X) / first", "y": "MI of its bound / first"}
+    spec = {
+        "kind": "map",
+        "low": collapse.LOW,
+        "runs": drawn,
+        "strips": strips,
+        "x": "H(Z|X) / first",
+        "y": "MI of its bound / first",
+    }
     return ("Reasoning regimes", healthy, said, spec) if drawn else None
 
 
