@@ -17,8 +17,9 @@ held-out, after the last step.
         or where it does not fall?
     (d) does the task gradient grow with in-group reward variance?             top less bottom bucket, t over runs without noise
 
-A claim is "reproduced" where its 95% interval lies above 0, "not reproduced" where it lies below, else "undecided". Left out: a
-correction for asking several questions, and independence of runs that share a seed (their prompts are the same).
+A claim is "reproduced" where its 95% interval lies above 0, "not reproduced" where it lies below, else "undecided"; of (c) it is said
+in how many runs it was seen, with Wilson's interval of that share. Left out: a correction for asking several questions, and
+independence of runs that share a seed (their prompts are the same).
 """
 
 import json
@@ -110,7 +111,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
 def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nanoragen.train")) -> list[str]:
     """Finish all runs, `jobs` at a time; what each prints goes to its output.txt. Returns the names of those that did not end well.
 
-    Ctrl-C and SIGTERM ask the running ones to save, wait for them, and are raised.
+    Ctrl-C and SIGTERM ask the running ones to save, wait for them, and are raised; a second one changes nothing.
     """
     todo = {name: arguments(out / name, settings) for name, settings in runs.items()}
     waiting, active, failed = [name for name, args in todo.items() if args is not None], {}, []
@@ -119,7 +120,7 @@ def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nano
     bar = tqdm(total=sum(s["steps"] for s in runs.values()), unit="step", dynamic_ncols=True, smoothing=0.02)
     done = {name: len(read(out / name)) for name in runs}
     bar.update(sum(done.values()))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
@@ -143,12 +144,17 @@ def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nano
                         failed.append(name)
                         bar.write(f"{name} did not end well: see {out / name / 'output.txt'}")
     finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not leave running what was asked to stop
+        bar.close()
+        if active:
+            print("the running ones finish their step and save it", flush=True)
         for process in active.values():
             process.terminate()
         for process in active.values():
             process.wait()
-        signal.signal(signal.SIGTERM, before)
-        bar.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return failed
 
 
@@ -200,7 +206,7 @@ def analyse(runs: list[dict]) -> dict:
     claims = []
 
     def claim(text, value, low, high, n, unit="", judged=True):
-        said = verdict(low, high) if judged else "measured"
+        said = verdict(low, high, n) if judged else "measured"
         claims.append({"claim": text, "value": value, "low": low, "high": high, "n": n, "unit": unit, "verdict": said})
 
     rows = [(r["mi"], r["entropy"], r["success"]) for r in runs if math.isfinite(r["mi"]) and math.isfinite(r["entropy"])]
@@ -223,26 +229,29 @@ def analyse(runs: list[dict]) -> dict:
         ("the filter keeps more MI", "mi", "nats"),
     ):
         scale = 100 if unit == "points" else 1
-        value, *around = t_interval([scale * (a[key] - b[key]) for a, b in pairs if math.isfinite(a[key] - b[key])])
-        claim(text, value, *around, len(pairs), unit)
+        gained = [scale * (a[key] - b[key]) for a, b in pairs if math.isfinite(a[key] - b[key])]
+        claim(text, *t_interval(gained), len(gained), unit)
     value, *around = t_interval([100 * (a["step_time"] / b["step_time"] - 1) for a, b in pairs])
     claim("time a step with the filter, against none", value, *around, len(pairs), "%", judged=False)
 
+    known = [r for r in runs if all(math.isfinite(r[k]) for k in ("share", "share_first", "entropy", "entropy_first"))]
     for text, most in (("entropy stays within 10%", 1.1), ("entropy does not fall (by over 10%)", math.inf)):
-        names = [r["name"] for r in runs if collapsed(r, most)]
-        said = "reproduced" if names else "not reproduced"
-        one = {"value": len(names), "low": None, "high": None, "n": len(runs), "unit": "runs", "verdict": said}
+        names, n = [r["name"] for r in known if collapsed(r, most)], len(known)
+        low, high = metrics.wilson(len(names), n)
+        one = {"value": 100 * len(names) / n if n else math.nan, "low": 100 * low, "high": 100 * high, "n": n, "unit": "% of runs"}
+        one["verdict"] = f"seen in {len(names)} of {n}"
         claims.append({"claim": f"runs whose MI, as a share of its bound, falls by more than half while {text}", **one})
 
     clean = [r for r in runs if not r["intervention"].startswith("noise") and len(r["buckets"]) > 1]
-    task = [r["buckets"][-1]["task"] - r["buckets"][0]["task"] for r in clean]
-    lead = [
-        r["buckets"][-1]["task"] / r["buckets"][-1]["entropy"] - r["buckets"][0]["task"] / r["buckets"][0]["entropy"] for r in clean
-    ]
-    value, *around = t_interval(task)
-    claim("the task gradient is larger where rewards vary most than where they vary least (norms)", value, *around, len(clean))
-    value, *around = t_interval(lead)
-    claim("so is its ratio to the entropy gradient", value, *around, len(clean))
+    ends = [(r["buckets"][-1], r["buckets"][0]) for r in clean]
+    task = [top["task"] - bottom["task"] for top, bottom in ends]
+    lead = [a["task"] / a["entropy"] - b["task"] / b["entropy"] for a, b in ends if a["entropy"] > 0 and b["entropy"] > 0]
+    for text, found in (
+        ("the task gradient is larger where rewards vary most than where they vary least (norms)", task),
+        ("so is its ratio to the entropy gradient, where there is one", lead),
+    ):
+        found = [x for x in found if math.isfinite(x)]
+        claim(text, *t_interval(found), len(found))
     return {"claims": claims, "collapsed": names, "buckets": pooled([r["buckets"] for r in clean])}
 
 

@@ -14,7 +14,7 @@ import threading
 from nanoragen.checkpoint import CannotSave, is_complete
 
 EARLY = ("variance", "filtered", "success")
-FIRST, LAST, LOW = 10, 10, 0.1  # in-group reward std: under 10% of the mean of the first 10 steps, for 10 steps running
+FIRST, LAST, LOW = 10, 10, 0.1  # in-group reward std: at most 10% of the mean of the first 10 steps, for 10 steps running
 EMPTY = 5  # steps running whose every group was filtered out
 NONFINITE = 3  # steps running with an update that was not finite; cannot be switched off
 EVALUATIONS, HOPELESS = 5, 0.01  # evaluations running with a success under 1%
@@ -133,9 +133,9 @@ def early_stop(history: list[dict], env: str, names: str) -> tuple[str, str] | N
     std = [line["rollout/in_group_reward_std"] for line in history if line.get("rollout/in_group_reward_std") is not None]
     if "variance" in wanted and len(std) >= FIRST + LAST:
         first = sum(std[:FIRST]) / FIRST
-        if all(s < LOW * first for s in std[-LAST:]):
+        if first > 0 and all(s <= LOW * first for s in std[-LAST:]):
             return "variance", (
-                f"episodes of a group earn the same: in-group reward std under {LOW * first:.3g}, 10% of its start, for {LAST} "
+                f"episodes of a group earn the same: in-group reward std at most {LOW * first:.3g}, 10% of its start, for {LAST} "
                 "steps; what is left of the gradient is noise"
             )
     if "filtered" in wanted and len(history) >= EMPTY and all(line.get("skipped") for line in history[-EMPTY:]):

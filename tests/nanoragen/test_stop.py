@@ -25,6 +25,7 @@ def test_variance_under_a_tenth_of_the_first_ten_steps_mean_for_ten_steps():
     assert early_stop(history(first + [0.09] * 9), "bandit", ALL) is None
     name, why = early_stop(history(first + [0.09] * 10), "bandit", ALL)
     assert name == "variance" and "0.1" in why
+    assert early_stop(history([2.0] * 10 + [0.2] * 10), "bandit", ALL)[0] == "variance"  # a tenth is enough
     assert early_stop(history(first + [0.09] * 5 + [0.11] + [0.09] * 9), "bandit", ALL) is None
     assert early_stop(history([0.0] * 30), "bandit", ALL) is None  # never any variance: that is the diagnosis' to say
 
