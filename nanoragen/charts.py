@@ -127,7 +127,8 @@ def success_chart(views):
         ends = v.ends(f"{v.env}/success")
         text = f"Training episodes succeed in {percent(ends[0])} at first and {percent(ends[1])} at last." if ends else ""
         if v.evaluations:
-            text = f"Held out: {spoken(v.evaluations[0][1])} at first, {spoken(v.evaluations[-1][1])} at last. {text}"
+            last = f" at first, {spoken(v.evaluations[-1][1])} at last" if len(v.evaluations) > 1 else ", measured once"
+            text = f"Held out: {spoken(v.evaluations[0][1])}{last}. {text}"
         return text
 
     healthy = (
@@ -197,8 +198,9 @@ def unmeasured(view) -> str:
 
 def found_and_todo(view) -> tuple[str, str]:
     """The last regime with its numbers and what it means, and what to do about it (both from collapse.py)."""
-    todo = collapse.MEANING[view.regimes[-1][1]].split("; ", 1)[1]
-    return collapse.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:]).removesuffix(f"; {todo}"), todo
+    todo = collapse.advice(view.regimes[-1][1], view.config)
+    found = collapse.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:], view.config)
+    return found.removesuffix(f"; {todo}"), todo
 
 
 def spells(regimes) -> list:
@@ -227,11 +229,12 @@ def information_chart(views):
         return [mi, v.lines(v.sample + "mi_upper_bound", "upper bound H(X)", "dash")]
 
     def sentence(v):
-        mi, bound = v.run.values(v.sample + "mi_seq_estimate"), v.run.values(v.sample + "mi_upper_bound")
+        mi = v.run.values(v.sample + "mi_seq_estimate")
         if not mi:
             return "MI was not measured."
-        text = f"MI was {short(mi[0])} nats at the first measurement and is {short(mi[-1])} at the last"
-        return text + (f", of at most {short(bound[-1])} ({mi[-1] / bound[-1]:.0%})." if bound and bound[-1] > 0 else ".")
+        last = mi[-collapse.RECENT :]
+        text = f"MI was {short(mi[0])} nats at the first measurement and is {short(sum(last) / len(last))} in the mean of the last {len(last)}"
+        return text + (f", {v.recent[-1][2]:.0%} of its bound." if v.measured else ".")
 
     healthy = "MI stays near its upper bound, the entropy of the prompts: knowing the reasoning, one knows the prompt. At 0 it ignores the prompt."
     return lines_chart("What the reasoning knows of its prompt", healthy, views, series, sentence, y="nats", zero=True)
@@ -269,9 +272,9 @@ def cross_chart(views):
         last = frames[-1]
         own = [row[j] for row, j in zip(last["p"], last["own"]) if row[j] is not None]
         mean = f"{percent(sum(own) / len(own))} of the probability on average" if own else "no finite probability"
-        said.append(
-            (v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(1 / last['size'][1])}.")
-        )
+        # reasoning that ignores its prompt leaves each prompt its weight, the share of rows that are its own
+        chance = sum(last["own"].count(j) for j in last["own"]) / (len(last["own"]) * last["size"][0])
+        said.append((v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(chance)}."))
     healthy = (
         "strong on the outlined cells, faint elsewhere. Row: a reasoning. Column: a prompt. Colour: how probable it is that the reasoning "
         "was written for that prompt. Collapsed reasoning makes all rows alike."

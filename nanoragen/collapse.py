@@ -268,23 +268,34 @@ def regime(h, share, h0, share0) -> str:
 
 
 MEANING = {
-    "diverse": "the reasoning varies and depends on the prompt; healthy, nothing to do",
-    "template collapse": "the reasoning still varies but no longer tells prompts apart, which entropy cannot see; "
-    "train on prompts with reward variance only (--filter top_p), or weaken --beta and --entropy_coef",
-    "compressed": "the reasoning is nearly fixed for a prompt but still depends on it; fine while reward rises, else "
-    "raise --temperature or --entropy_coef, or lower --lr",
-    "low-entropy collapse": "the reasoning is nearly the same text for every prompt; go back to an earlier checkpoint "
-    "and lower --lr, or raise --entropy_coef",
+    "diverse": "the reasoning varies and depends on the prompt",
+    "template collapse": "the reasoning still varies but no longer tells prompts apart, which entropy cannot see",
+    "compressed": "the reasoning is nearly fixed for a prompt but still depends on it",
+    "low-entropy collapse": "the reasoning is much the same text for many prompts",
 }
 
 
-def regime_sentence(h, share, h0, share0) -> str:
+def advice(name, settings) -> str:
+    """What to do in a regime; what the settings (a dict, perhaps empty) have already is left out."""
+    if name != "template collapse":
+        return {
+            "diverse": "healthy, nothing to do",
+            "compressed": "fine while reward rises, else raise --temperature or --entropy_coef, or lower --lr",
+            "low-entropy collapse": "go back to an earlier checkpoint and lower --lr, or raise --entropy_coef",
+        }[name]
+    filtered = settings.get("filter", "none") != "none"
+    on = " and ".join(f"--{key}" for key in ("beta", "entropy_coef") if settings.get(key, 1))
+    todo = [] if filtered else ["train on prompts with reward variance only (--filter top_p)"]
+    return ", or ".join(todo + [f"weaken {on}"] * bool(on)) or "go back to an earlier checkpoint and lower --lr"
+
+
+def regime_sentence(h, share, h0, share0, settings) -> str:
     """The regime, its two numbers, what it means and what to do, in one line for the console.
 
     Collapse is a loss. Where there was nothing to lose (share0 not above 0) the sentence says so.
     """
     name = regime(h, share, h0, share0)
-    meaning = MEANING[name]
+    meaning = f"{MEANING[name]}; {advice(name, settings)}"
     if "collapse" in name and share0 <= 0:
         meaning = (
             "the reasoning did not depend on the prompt at the first measurement either, so this is how the model "

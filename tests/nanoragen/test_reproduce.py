@@ -127,6 +127,8 @@ def test_two_real_runs_and_the_noise_between_them(tmp_path):
     want = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
     assert [e["advantage"] for e in noisy] == pytest.approx(want.flatten().tolist(), abs=1e-4)
     assert [e["advantage"] for e in plain] != pytest.approx(want.flatten().tolist(), abs=0.1)
+    for e in plain:  # credit by episode: each turn has the episode's
+        assert [t["advantage"] for t in e["turns"]] == pytest.approx([e["advantage"]] * len(e["turns"]), abs=1e-6)
     report(runs, tmp_path, [])
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["name"] for r in results["runs"]] == list(runs) and len(results["runs"][0]["buckets"]) == 3
