@@ -429,10 +429,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
                 found, logged = collapse.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
             line.update(logged)
             if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
-                measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"]))
+                measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"] / found["mi_upper_bound"]))
                 del measured[1 : -collapse.RECENT]
                 judged = *collapse.recent(measured), *measured[0]  # the last few against the run's first
-                line["regime"], regime = collapse.regime(*judged), collapse.regime_sentence(*judged)
+                line["regime"], regime = collapse.regime(*judged), collapse.regime_sentence(*judged, vars(c))
                 cross.write([report.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
@@ -460,6 +460,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
             phase("advantages")
             value = critic.values(batch, kept_rows, c) if critic else None  # [B, T]
             advantage, returns = advantages.token_advantages(c, found, episodes, rewards, ids, batch, kept_rows, value)  # [B, T]
+            advantages.note_turns(episodes, advantage)
             credited = advantage.cpu().double().sum(1) / batch.mask.cpu().sum(1).clamp(min=1)
 
             # 4. and 5. loss and update
@@ -485,6 +486,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         early = stops.early_stop(history, c.env, c.early_stop)
         if early:
             line[f"early_stopped/{early[0]}"] = 1.0
+            if step < c.steps:
+                after = held_out(many, "after")
+                line.update(scores(f"eval/{c.env}", after))
         asked = distributed.first(stop.asked)  # whichever process was asked, all stop
         last = step == c.steps or early or asked
         log.step(line)
@@ -500,7 +504,6 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
             break
     if early and step < c.steps:
         say(f"stopped early: {early[1]} (--early_stop)")
-        after = held_out(many, "after")
     bar.close()
     log.close()
     page.write()

@@ -80,6 +80,13 @@ def token_advantages(c, found, episodes, rewards, ids, batch, rows, value=None):
     return advantage * mask, returns
 
 
+def note_turns(episodes, advantage):
+    """Give each turn its advantage, for the log: the mean over its sampled tokens. advantage [B, T]."""
+    for e, row in zip(episodes, advantage.double().tolist()):
+        for t in e.turns:
+            t.advantage = sum(row[t.start : t.end]) / max(1, sum(e.mask[t.start : t.end]))
+
+
 # -- against the group ----------------------------------------------------------------------------------------------------
 
 

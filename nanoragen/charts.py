@@ -30,12 +30,15 @@ class View:
         self.env = env if env in ends or not ends else ends[0]
         self.sample = TRAJECTORY if FIRST + "mi_seq_estimate" not in keys and TRAJECTORY + "mi_seq_estimate" in keys else FIRST
         steps, entropy = run.series(self.sample + "conditional_entropy_est")
-        information = dict(zip(*run.series(self.sample + "mi_seq_estimate")))
-        measured = [(s, h, information[s]) for s, h in zip(steps, entropy) if h is not None and information.get(s) is not None]
-        self.measured = measured  # [(step, H(Z|X), MI)]
-        pairs = [(h, mi) for _, h, mi in measured]
-        self.recent = [(s, *collapse.recent(pairs[max(0, i + 1 - collapse.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)]
-        self.regimes = [(s, collapse.regime(h, mi, *pairs[0])) for s, h, mi in self.recent]
+        mi, bound = (dict(zip(*run.series(self.sample + key))) for key in ("mi_seq_estimate", "mi_upper_bound"))
+        self.measured = measured = [  # [(step, H(Z|X), MI / H(X))]; with one prompt only there is nothing to tell apart
+            (s, h, mi[s] / bound[s]) for s, h in zip(steps, entropy) if None not in (h, mi.get(s), bound.get(s)) and bound[s] > 0
+        ]
+        pairs = [(h, share) for _, h, share in measured]
+        self.recent = [
+            (s, *collapse.recent(pairs[max(0, i + 1 - collapse.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)
+        ]
+        self.regimes = [(s, collapse.regime(h, share, *pairs[0])) for s, h, share in self.recent]
         self.evaluations = []  # [(step, {"success": , "success_low": , ...})]; step 0: before training
         for m in self.history:
             for at, prefix in ((0, "eval/before/"), (m.get("step"), "eval/")):
@@ -124,7 +127,8 @@ def success_chart(views):
         ends = v.ends(f"{v.env}/success")
         text = f"Training episodes succeed in {percent(ends[0])} at first and {percent(ends[1])} at last." if ends else ""
         if v.evaluations:
-            text = f"Held out: {spoken(v.evaluations[0][1])} at first, {spoken(v.evaluations[-1][1])} at last. {text}"
+            last = f" at first, {spoken(v.evaluations[-1][1])} at last" if len(v.evaluations) > 1 else ", measured once"
+            text = f"Held out: {spoken(v.evaluations[0][1])}{last}. {text}"
         return text
 
     healthy = (
@@ -149,16 +153,16 @@ def reward_chart(views):
 
 
 def regime_chart(views):
-    """H(Z|X) against MI, each over the run's first measurement; where that is not above 0, as it is (nats)."""
+    """H(Z|X) against MI / H(X), each over the run's first measurement; where that is not above 0, as it is."""
     said, drawn, strips = [], [], []
     for n, v in enumerate(views):
         if not v.measured:
-            said.append((v.name, "Neither was measured (--mi_every)."))
+            said.append((v.name, unmeasured(v)))
             continue
-        h0, mi0 = v.measured[0][1:]
+        h0, share0 = v.measured[0][1:]
         kept = spread(range(len(v.measured)), MAX_POINTS)
         points = [v.recent[i] for i in kept]
-        scale = [h0 if h0 > 0 else 1.0, mi0 if mi0 > 0 else 1.0]
+        scale = [h0 if h0 > 0 else 1.0, share0 if share0 > 0 else 1.0]
         drawn.append({
             "name": v.name, "color": n, "step": [p[0] for p in points],
             "x": [tidy(p[1] / scale[0]) for p in points], "y": [tidy(p[2] / scale[1]) for p in points],
@@ -166,22 +170,37 @@ def regime_chart(views):
         })  # fmt: skip
         strips.append({"name": v.name, "spells": spells(v.regimes)})
         text = f"Last: {found_and_todo(v)[0]}. {over_time(v.regimes)}"
-        if min(h0, mi0) <= 0:
-            text += " A first measurement is not above 0, so that axis is in nats instead."
+        if min(h0, share0) <= 0:
+            text += " A first measurement is not above 0, so that axis is not relative to it."
         said.append((v.name, text))
     healthy = (
-        "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI, up). Falling "
+        "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI as a share of its bound, up). Falling "
         "down is template collapse, which entropy alone does not show. 1 is the run's first measurement, a point the mean of "
         f"the last {collapse.RECENT}."
     )
-    spec = {"kind": "map", "low": collapse.LOW, "runs": drawn, "strips": strips, "x": "H(Z|X) / first", "y": "MI / first"}
+    spec = {
+        "kind": "map",
+        "low": collapse.LOW,
+        "runs": drawn,
+        "strips": strips,
+        "x": "H(Z|X) / first",
+        "y": "MI of its bound / first",
+    }
     return ("Reasoning regimes", healthy, said, spec) if drawn else None
+
+
+def unmeasured(view) -> str:
+    """Why there is no regime."""
+    if view.run.values(view.sample + "mi_upper_bound"):
+        return "With one prompt a step there is nothing to tell apart (--groups)."
+    return "Neither was measured (--mi_every)."
 
 
 def found_and_todo(view) -> tuple[str, str]:
     """The last regime with its numbers and what it means, and what to do about it (both from collapse.py)."""
-    todo = collapse.MEANING[view.regimes[-1][1]].split("; ", 1)[1]
-    return collapse.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:]).removesuffix(f"; {todo}"), todo
+    todo = collapse.advice(view.regimes[-1][1], view.config)
+    found = collapse.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:], view.config)
+    return found.removesuffix(f"; {todo}"), todo
 
 
 def spells(regimes) -> list:
@@ -210,11 +229,12 @@ def information_chart(views):
         return [mi, v.lines(v.sample + "mi_upper_bound", "upper bound H(X)", "dash")]
 
     def sentence(v):
-        mi, bound = v.run.values(v.sample + "mi_seq_estimate"), v.run.values(v.sample + "mi_upper_bound")
+        mi = v.run.values(v.sample + "mi_seq_estimate")
         if not mi:
             return "MI was not measured."
-        text = f"MI was {short(mi[0])} nats at the first measurement and is {short(mi[-1])} at the last"
-        return text + (f", of at most {short(bound[-1])} ({mi[-1] / bound[-1]:.0%})." if bound and bound[-1] > 0 else ".")
+        last = mi[-collapse.RECENT :]
+        text = f"MI was {short(mi[0])} nats at the first measurement and is {short(sum(last) / len(last))} in the mean of the last {len(last)}"
+        return text + (f", {v.recent[-1][2]:.0%} of its bound." if v.measured else ".")
 
     healthy = "MI stays near its upper bound, the entropy of the prompts: knowing the reasoning, one knows the prompt. At 0 it ignores the prompt."
     return lines_chart("What the reasoning knows of its prompt", healthy, views, series, sentence, y="nats", zero=True)
@@ -252,9 +272,9 @@ def cross_chart(views):
         last = frames[-1]
         own = [row[j] for row, j in zip(last["p"], last["own"]) if row[j] is not None]
         mean = f"{percent(sum(own) / len(own))} of the probability on average" if own else "no finite probability"
-        said.append(
-            (v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(1 / last['size'][1])}.")
-        )
+        # reasoning that ignores its prompt leaves each prompt its weight, the share of rows that are its own
+        chance = sum(last["own"].count(j) for j in last["own"]) / (len(last["own"]) * last["size"][0])
+        said.append((v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(chance)}."))
     healthy = (
         "strong on the outlined cells, faint elsewhere. Row: a reasoning. Column: a prompt. Colour: how probable it is that the reasoning "
         "was written for that prompt. Collapsed reasoning makes all rows alike."

@@ -10,6 +10,9 @@ import numpy as np
 from nanoragen.metrics import Z95
 
 
+ENOUGH = 5  # rows for a bootstrap
+
+
 def ranks(x) -> np.ndarray:
     """1 for the smallest; equal values share the mean of their ranks."""
     _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
@@ -24,9 +27,9 @@ def spearman(x, y) -> float:
 
 
 def bootstrap(statistic, rows, resamples=2000, seed=0) -> tuple[float, float]:
-    """95% percentile interval of statistic(rows) [n, ...], rows drawn with replacement. NaN for fewer than 5 rows."""
+    """95% percentile interval of statistic(rows) [n, ...], rows drawn with replacement. NaN for fewer than ENOUGH rows."""
     rows, rng = np.asarray(rows, dtype=float), np.random.default_rng(seed)
-    if len(rows) < 5:
+    if len(rows) < ENOUGH:
         return math.nan, math.nan
     values = [statistic(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(resamples)]
     values = [v for v in values if math.isfinite(v)]
@@ -55,8 +58,8 @@ def t_interval(values) -> tuple[float, float, float]:
     return float(x.mean()), float(x.mean() - half), float(x.mean() + half)
 
 
-def verdict(low: float, high: float) -> str:
-    """Of a claim that something is above 0."""
+def verdict(low: float, high: float, n: int) -> str:
+    """Of a claim that something is above 0, from its 95% interval of n rows. NaN bounds of enough rows: a correlation with a constant."""
     if not (math.isfinite(low) and math.isfinite(high)):
-        return "undecided (too few runs)"
+        return "undecided (too few runs)" if n < ENOUGH else "not defined: one of them does not vary"
     return "reproduced" if low > 0 else "not reproduced" if high < 0 else "undecided (interval contains 0)"

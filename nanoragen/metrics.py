@@ -61,7 +61,7 @@ def episode_record(episode, **more) -> dict:
 
     logprobs, entropies: of each sampled id in order, nats, 3 digits; not there if sampling was not watched.
     """
-    turns = ("start", "end", "think_end", "reply", "actions", "parsed", "reward")
+    turns = ("start", "end", "think_end", "reply", "actions", "parsed", "reward", "advantage")
     return {
         "env": episode.env, "seed": episode.seed, "group": episode.group, "success": episode.success,
         "reward": episode.reward, "terminated": episode.terminated, "truncated": episode.truncated, **more,
@@ -316,7 +316,8 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
         out.append("The signals are there, but success fell: the steps are too large. Lower --lr, or add --beta 0.01.")
     if not out:
         rewards = [m["reward"] for m in history if m.get("reward") is not None]
-        first, last = _mean(rewards[:3]), _mean(rewards[-3:])
+        few = max(1, min(3, len(rewards) // 2))  # no step is both
+        first, last = _mean(rewards[:few]), _mean(rewards[-few:])
         out.append(
             f"The signals are there (in-group reward std {std:.2f}, {parse:.0%} of replies parse, {1 - flat:.0%} of groups vary), "
             f"but the reward is flat ({first:.2f} in the first steps, {last:.2f} in the last). "

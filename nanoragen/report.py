@@ -25,7 +25,7 @@ import time
 import warnings
 from pathlib import Path
 
-from nanoragen import charts, cli, metrics
+from nanoragen import charts, cli, collapse, metrics, stop
 from nanoragen.charts import MAX_SIDE, MAX_STEPS, View, learned, percent, spoken
 from nanoragen.runs import Run, episodes, number, spread, visible
 
@@ -78,9 +78,12 @@ def verdict(view) -> tuple[str, str, list[str]]:
         known = [r for _, r in view.evaluations if None not in (r["success_low"], r["success_high"])]
         why += metrics.diagnosis(rows, known[0], known[-1], view.env) if rows else []
     level = {"rose": "good", "fell": "bad", "unclear": "watch", "unknown": "unknown"}[change]
-    todo = "measure the reasoning (--mi_every 1)"
     if not view.measured:
         head = f"{success}; whether the reasoning depends on its prompt was not measured"
+        one = "--groups" in charts.unmeasured(view)
+        todo = "train on several prompts a step (--groups 2 or more)" if one else "measure the reasoning (--mi_every 1)"
+        if view.config.get("mi_every") == 1 and not one:  # it was tried
+            todo = "start from a model whose replies hold reasoning"
         level = "watch" if level == "good" else level
     else:
         name, near = view.regimes[-1][1], at_chance(view)
@@ -105,11 +108,15 @@ def verdict(view) -> tuple[str, str, list[str]]:
 
 
 def at_chance(view) -> str | None:
-    m = view.run.steps[view.measured[-1][0]]
-    found, chance, error = (
-        m.get(view.sample + k) for k in ("retrieval_accuracy", "retrieval_chance_level", "retrieval_accuracy_se")
-    )
-    if None in (found, chance) or chance >= 1 or found - metrics.Z95 * (error or 0) > chance:
+    """A sentence where the mean retrieval of the last few measurements is not above its chance level, with 95% certainty."""
+    keys = ("retrieval_accuracy", "retrieval_chance_level", "retrieval_accuracy_se")
+    rows = [[view.run.steps[s].get(view.sample + k) for k in keys] for s, *_ in view.measured[-collapse.RECENT :]]
+    rows = [(found, chance, error or 0.0) for found, chance, error in rows if None not in (found, chance)]
+    if not rows:
+        return None
+    found, chance = (sum(r[i] for r in rows) / len(rows) for i in (0, 1))
+    error = sum(e * e for _, _, e in rows) ** 0.5 / len(rows)
+    if chance >= 1 or found - metrics.Z95 * error > chance:
         return None
     return f"The prompt cannot be told from the reasoning better than by chance ({percent(found)} against {percent(chance)})."
 
@@ -124,7 +131,7 @@ def incidents(view) -> list[str]:
         out.append(f"{skipped:.0f} of {len(view.history)} steps updated nothing: every group was filtered out.")
     stopped = [k.split("/", 1)[1] for k in view.keys if k.startswith("early_stopped/") and view.history[-1].get(k)]
     if stopped:
-        out.append(f"The run stopped early: {', '.join(stopped)}.")
+        out.append(f"The run stopped early: {'; '.join(stop.WHY.get(name, name) for name in stopped)}.")
     planned, done = number(view.config.get("steps")), max(run.steps)
     if planned and done < planned and not stopped:
         out.append(f"The log ends at step {done} of {planned}: the run goes on, or was ended before its end.")
@@ -208,7 +215,8 @@ def header(views) -> str:
     for v in views:
         level, head, why = verdict(v)
         tag = "h1" if len(views) == 1 else "h2"
-        name = f"{v.name}: {v.env}, {v.config.get('model', 'model unknown')}, {max(v.run.steps, default=0)} steps"
+        steps = max(v.run.steps, default=0)
+        name = f"{v.name}: {v.env}, {v.config.get('model', 'model unknown')}, {steps} step{'s' * (steps != 1)}"
         why = "".join(f"<li>{escape(text[:1].upper() + text[1:])}</li>" for text in why + gaps(v.run))
         out.append(f"""<div class="verdict {level}"><p class="run">{escape(name)}</p>
 <{tag}><span aria-hidden="true">{SIGNS[level]}</span> {escape(head)}</{tag}><ul>{why}</ul></div>""")
@@ -227,10 +235,11 @@ def table(views) -> str:
     """The compared runs, with the settings in which they differ."""
     keys = [k for k in dict.fromkeys(k for v in views for k in v.config) if k != "out"]
     differ = [k for k in keys if len({json.dumps(v.config.get(k)) for v in views}) > 1][:8]
-    rows = [["run", "steps", "held-out success, first", "last", "MI first", "MI last", "regime", *differ]]
+    rows = [["run", "steps", "held-out success, first", "last", "MI of its bound, first", "last", "regime", *differ]]
     for v in views:
-        success = [percent(v.evaluations[i][1]["success"]) if v.evaluations else "\u2013" for i in (0, -1)]
-        mi = [charts.short(v.measured[i][2]) if v.measured else "\u2013" for i in (0, -1)]
+        known = [percent(r["success"]) for _, r in v.evaluations]
+        success = [known[0] if known else "\u2013", known[-1] if len(known) > 1 else "\u2013"]
+        mi = [percent(v.measured[i][2]) if v.measured else "\u2013" for i in (0, -1)]
         regime = v.regimes[-1][1] if v.regimes else "\u2013"
         rows.append([v.name, max(v.run.steps, default=0), *success, *mi, regime, *[v.config.get(k, "\u2013") for k in differ]])
     cells = lambda row, tag: "".join(f"<{tag}>{escape(x)}</{tag}>" for x in row)
@@ -310,9 +319,13 @@ def main(argv=None):
             if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
                 raise ValueError(f"runs: {folder} holds no run; valid: a folder with metrics.jsonl, as train.py makes it")
         try:
-            write(page([Run(folder).read() for folder in a.runs]), out)
+            text = page([Run(folder).read() for folder in a.runs])
         except OSError as e:
-            raise ValueError(f"out: {e.filename or out} cannot be read or written ({e.strerror}); valid: a file that can") from e
+            raise ValueError(f"runs: {e.filename} cannot be read ({e.strerror}); valid: a folder whose files can") from e
+        try:
+            write(text, out)
+        except OSError as e:
+            raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a file that can") from e
     except ValueError as e:
         cli.fail("nanoragen.report", e)
     print(out)

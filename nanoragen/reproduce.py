@@ -7,17 +7,19 @@
 A grid of runs: {no filter, top-p 0.9} x {plain, KL, entropy bonus, reward noise, each of several strengths} x seeds. Each is a
 `train.py` process of one thread; their logs are all that is analysed. Writes results.json, results.md and figures (SVG).
 
-What is asked, and of which numbers. MI: `mi_seq_estimate`; entropy: `conditional_entropy_est`, H(Z|X) a token; "final": mean over
-the last quarter of the steps, "first": the first measurement, of the starting model; success: held-out, after the last step.
+What is asked, and of which numbers. MI: `mi_seq_estimate`, its share: of the bound H(X) of that step; entropy: `conditional_entropy_est`,
+H(Z|X) a token; "final": mean over the last quarter of the steps, "first": the first measurement, of the starting model; success:
+held-out, after the last step.
 
     (a) does MI go with success across runs, and more strongly than entropy?   Spearman, bootstrap over runs
     (b) does the filter raise success and MI, and what does a step cost?       differences of pairs that differ in nothing else, t
-    (c) does MI fall by more than half where entropy stays within 10%,         the runs are listed
+    (c) does MI's share fall by more than half where entropy stays within 10%, the runs are listed
         or where it does not fall?
     (d) does the task gradient grow with in-group reward variance?             top less bottom bucket, t over runs without noise
 
-A claim is "reproduced" where its 95% interval lies above 0, "not reproduced" where it lies below, else "undecided". Left out: a
-correction for asking several questions, and independence of runs that share a seed (their prompts are the same).
+A claim is "reproduced" where its 95% interval lies above 0, "not reproduced" where it lies below, else "undecided"; of (c) it is said
+in how many runs it was seen, with Wilson's interval of that share. Left out: a correction for asking several questions, and
+independence of runs that share a seed (their prompts are the same).
 """
 
 import json
@@ -38,6 +40,7 @@ from nanoragen.intervals import bootstrap, spearman, t_interval, verdict
 
 ROOT = Path(metrics.__file__).resolve().parent.parent
 FIRST_TURN = "collapse_first_turn_sample/"
+MEASURED = {"mi": "mi_seq_estimate", "entropy": "conditional_entropy_est"}
 FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_value": 0.9}}
 # All runs are as long as each other, and what acts on them acts to the end: no decay of the learning rate, as in the paper's runs.
 COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1, "lr_schedule": "constant"}
@@ -108,7 +111,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
 def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nanoragen.train")) -> list[str]:
     """Finish all runs, `jobs` at a time; what each prints goes to its output.txt. Returns the names of those that did not end well.
 
-    Ctrl-C and SIGTERM ask the running ones to save, wait for them, and are raised.
+    Ctrl-C and SIGTERM ask the running ones to save, wait for them, and are raised; a second one changes nothing.
     """
     todo = {name: arguments(out / name, settings) for name, settings in runs.items()}
     waiting, active, failed = [name for name, args in todo.items() if args is not None], {}, []
@@ -117,7 +120,7 @@ def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nano
     bar = tqdm(total=sum(s["steps"] for s in runs.values()), unit="step", dynamic_ncols=True, smoothing=0.02)
     done = {name: len(read(out / name)) for name in runs}
     bar.update(sum(done.values()))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
@@ -141,12 +144,17 @@ def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nano
                         failed.append(name)
                         bar.write(f"{name} did not end well: see {out / name / 'output.txt'}")
     finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not leave running what was asked to stop
+        bar.close()
+        if active:
+            print("the running ones finish their step and save it", flush=True)
         for process in active.values():
             process.terminate()
         for process in active.values():
             process.wait()
-        signal.signal(signal.SIGTERM, before)
-        bar.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return failed
 
 
@@ -163,8 +171,10 @@ def summary(name: str, lines: list[dict], env: str) -> dict:
     filter, intervention, seed = name.split("-")
     found = {"name": name, "filter": filter, "intervention": intervention, "seed": int(seed)}
     found["success"] = lines[-1][f"eval/{env}/success"]
-    for short, key in (("mi", "mi_seq_estimate"), ("entropy", "conditional_entropy_est")):
-        values = [m.get(FIRST_TURN + key) for m in lines]
+    of = {short: [m.get(FIRST_TURN + key) for m in lines] for short, key in MEASURED.items()}
+    bound = [m.get(FIRST_TURN + "mi_upper_bound") for m in lines]
+    of["share"] = [mi / b if mi is not None and b else None for mi, b in zip(of["mi"], bound)]  # H(X) differs from step to step
+    for short, values in of.items():
         found[f"{short}_first"] = next((v for v in values if v is not None), math.nan)
         found[short] = mean(values[-max(1, len(values) // 4) :])
     times = [m["step_time"] - m.get("time/gradients", 0.0) for m in lines]  # what the run would take without measuring them
@@ -187,8 +197,8 @@ def bucket_means(lines) -> list[dict]:
 
 
 def collapsed(run: dict, most=math.inf) -> bool:
-    """Template collapse that entropy does not see: over half of the MI goes, and entropy stays above 90% (and at most `most`) of its start."""
-    return 0.9 * run["entropy_first"] <= run["entropy"] <= most * run["entropy_first"] and run["mi"] < 0.5 * run["mi_first"]
+    """Template collapse that entropy does not see: over half of MI / H(X) goes, and entropy stays above 90% (and at most `most`) of its start."""
+    return 0.9 * run["entropy_first"] <= run["entropy"] <= most * run["entropy_first"] and run["share"] < 0.5 * run["share_first"]
 
 
 def analyse(runs: list[dict]) -> dict:
@@ -196,7 +206,7 @@ def analyse(runs: list[dict]) -> dict:
     claims = []
 
     def claim(text, value, low, high, n, unit="", judged=True):
-        said = verdict(low, high) if judged else "measured"
+        said = verdict(low, high, n) if judged else "measured"
         claims.append({"claim": text, "value": value, "low": low, "high": high, "n": n, "unit": unit, "verdict": said})
 
     rows = [(r["mi"], r["entropy"], r["success"]) for r in runs if math.isfinite(r["mi"]) and math.isfinite(r["entropy"])]
@@ -219,26 +229,29 @@ def analyse(runs: list[dict]) -> dict:
         ("the filter keeps more MI", "mi", "nats"),
     ):
         scale = 100 if unit == "points" else 1
-        value, *around = t_interval([scale * (a[key] - b[key]) for a, b in pairs if math.isfinite(a[key] - b[key])])
-        claim(text, value, *around, len(pairs), unit)
+        gained = [scale * (a[key] - b[key]) for a, b in pairs if math.isfinite(a[key] - b[key])]
+        claim(text, *t_interval(gained), len(gained), unit)
     value, *around = t_interval([100 * (a["step_time"] / b["step_time"] - 1) for a, b in pairs])
     claim("time a step with the filter, against none", value, *around, len(pairs), "%", judged=False)
 
+    known = [r for r in runs if all(math.isfinite(r[k]) for k in ("share", "share_first", "entropy", "entropy_first"))]
     for text, most in (("entropy stays within 10%", 1.1), ("entropy does not fall (by over 10%)", math.inf)):
-        names = [r["name"] for r in runs if collapsed(r, most)]
-        said = "reproduced" if names else "not reproduced"
-        one = {"value": len(names), "low": None, "high": None, "n": len(runs), "unit": "runs", "verdict": said}
-        claims.append({"claim": f"runs whose MI falls by more than half while {text}", **one})
+        names, n = [r["name"] for r in known if collapsed(r, most)], len(known)
+        low, high = metrics.wilson(len(names), n)
+        one = {"value": 100 * len(names) / n if n else math.nan, "low": 100 * low, "high": 100 * high, "n": n, "unit": "% of runs"}
+        one["verdict"] = f"seen in {len(names)} of {n}"
+        claims.append({"claim": f"runs whose MI, as a share of its bound, falls by more than half while {text}", **one})
 
     clean = [r for r in runs if not r["intervention"].startswith("noise") and len(r["buckets"]) > 1]
-    task = [r["buckets"][-1]["task"] - r["buckets"][0]["task"] for r in clean]
-    lead = [
-        r["buckets"][-1]["task"] / r["buckets"][-1]["entropy"] - r["buckets"][0]["task"] / r["buckets"][0]["entropy"] for r in clean
-    ]
-    value, *around = t_interval(task)
-    claim("the task gradient is larger where rewards vary most than where they vary least (norms)", value, *around, len(clean))
-    value, *around = t_interval(lead)
-    claim("so is its ratio to the entropy gradient", value, *around, len(clean))
+    ends = [(r["buckets"][-1], r["buckets"][0]) for r in clean]
+    task = [top["task"] - bottom["task"] for top, bottom in ends]
+    lead = [a["task"] / a["entropy"] - b["task"] / b["entropy"] for a, b in ends if a["entropy"] > 0 and b["entropy"] > 0]
+    for text, found in (
+        ("the task gradient is larger where rewards vary most than where they vary least (norms)", task),
+        ("so is its ratio to the entropy gradient, where there is one", lead),
+    ):
+        found = [x for x in found if math.isfinite(x)]
+        claim(text, *t_interval(found), len(found))
     return {"claims": claims, "collapsed": names, "buckets": pooled([r["buckets"] for r in clean])}
 
 

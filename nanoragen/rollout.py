@@ -49,6 +49,7 @@ class Turn:
     actions: list[str]  # those that were executed
     parsed: bool
     reward: float
+    advantage: float | None = None  # mean over its tokens, where it was trained on
 
 
 @dataclass

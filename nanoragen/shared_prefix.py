@@ -12,7 +12,9 @@ Tx and Tz tokens of a prompt and of a reasoning.
 """
 
 import inspect
+import math
 from contextlib import contextmanager
+from itertools import cycle
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -88,16 +90,20 @@ def _scoring_mode(model):
             m.training = True
 
 
-def _plain(model, prompts, reasonings, temperature):
-    """Every pair in full: right padded, with mask and positions, through the model's own logits. [M, N]"""
+def _plain(model, prompts, reasonings, temperature, alone=False):
+    """Every pair in full: right padded, with mask and positions, through the model's own logits. [M, N]
+
+    alone: one pair at a time, and no logits of its prompt where the model can leave them out; so it takes little memory.
+    """
     device = next(model.parameters()).device
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    takes = inspect.signature(model.forward).parameters
     sums = torch.zeros(len(reasonings), len(prompts), device=device)
     pairs = [(i, j) for i, z in enumerate(reasonings) for j in range(len(prompts)) if z]
     pairs.sort(key=lambda p: len(reasonings[p[0]]) + len(prompts[p[1]]), reverse=True)  # alike lengths together
+    alone = alone or bool(_rope_changes(model, len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1))
     while pairs:
         T = len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1  # the last token is scored, not run
-        B = max(1, PLAIN_LOGITS // (T * model.config.get_text_config().vocab_size))
+        B = 1 if alone else max(1, PLAIN_LOGITS // (T * model.config.get_text_config().vocab_size))
         chunk, pairs = pairs[:B], pairs[B:]
         ids, mask, targets = torch.zeros(3, len(chunk), T, dtype=torch.long)
         scored = torch.zeros(len(chunk), T, dtype=torch.bool)
@@ -108,8 +114,11 @@ def _plain(model, prompts, reasonings, temperature):
             targets[b, : len(pair) - 1] = pair[1:]  # position t scores token t + 1
             scored[b, start - 1 : len(pair) - 1] = True
         ids, mask, targets, scored = (v.to(device) for v in (ids, mask, targets, scored))
-        extra = {"position_ids": torch.arange(T, device=device).expand_as(ids)} if takes_positions else {}
+        extra = {"position_ids": torch.arange(T, device=device).expand_as(ids)} if "position_ids" in takes else {}
+        if alone and "logits_to_keep" in takes:
+            extra["logits_to_keep"] = len(reasonings[chunk[0][0]])
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **extra).logits
+        targets, scored = targets[:, -logits.shape[1] :], scored[:, -logits.shape[1] :]
         logprob = torch.log_softmax(logits.float() / temperature, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
         found = torch.where(scored, logprob.double(), 0.0).sum(dim=1)
         rows, columns = torch.tensor(chunk, device=device).unbind(1)
@@ -126,9 +135,7 @@ def _shared(model, prompts, reasonings, temperature):
     cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
 
     def run(ids, at, mask=None):  # [Q] -> [Q, D], and ids join the cache
-        out = decoder(
-            input_ids=ids[None], position_ids=at[None], attention_mask=mask, use_cache=True, **{cache_name: cache}
-        )
+        out = decoder(input_ids=ids[None], position_ids=at[None], attention_mask=mask, use_cache=True, **{cache_name: cache})
         return out.last_hidden_state[0]
 
     weight, bias = head.weight, getattr(head, "bias", None)  # [V, D], [V]
@@ -141,8 +148,7 @@ def _shared(model, prompts, reasonings, temperature):
         common += 1
     if common:
         run(ids[0][:common], place[:common])
-    # a row attends to the blocks of others in vain: no longer than the longest prompt, it costs at most as much as that
-    packs = [_Pack(rows, reasonings, device) for rows in _packs(reasonings, max(PACKED_TOKENS, len(place)))]
+    packs = [_Pack(rows, reasonings, device) for rows in _packs(reasonings, _row(prompts))]
     sums = torch.zeros(len(reasonings), len(prompts), device=device)
     for j, x in enumerate(ids):
         last = run(x[common:], place[common : len(x)])[-1:]  # [1, D] scores every reasoning's first token
@@ -162,6 +168,11 @@ def _shared(model, prompts, reasonings, temperature):
             sums[pack.rows, j] = found.float()
         cache.crop(common - len(x))
     return sums
+
+
+def _row(prompts) -> int:
+    """Tokens that run in one row: it attends to the blocks of others in vain, and costs no more than the longest prompt."""
+    return max(PACKED_TOKENS, *map(len, prompts))
 
 
 def _packs(reasonings, size) -> list[list[int]]:
@@ -199,6 +210,18 @@ class _Pack:
         self.block = (owner[:, None] == owner[None, :]).tril()
 
 
+def _rope_changes(model, longest) -> str:
+    """Why a token's position depends on how long its sequence is, "" if it does not."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", None)
+    for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # of all layers, or of each kind
+        limit = one.get("original_max_position_embeddings") or trained or math.inf
+        if one.get("rope_type") in ("longrope", "dynamic") and longest > limit:
+            return f"its positions ({one['rope_type']}) are others beyond {limit} tokens, and a pair has {longest}"
+    return ""
+
+
 def _why_plain(model, prompts, reasonings, longest) -> str:
     """Why this model cannot share a prefix, "" if it can. Said in one line, once a model."""
     config = model.config.get_text_config()
@@ -207,11 +230,16 @@ def _why_plain(model, prompts, reasonings, longest) -> str:
     scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
     scaled = [name for name in scaled if getattr(config, name, None) not in (None, 1)]
     attention = getattr(model.config, "_attn_implementation", None)
+    local = "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo's name for a window, counted in cached tokens
     reason = ""
     if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
         reason = f"it has layers other than softmax attention over all tokens ({', '.join(sorted(kinds))})"
     elif window and window < longest:
         reason = f"its sliding window of {window} is shorter than the {longest} tokens of a pair"
+    elif local:
+        reason = f"it has local attention, over the last {config.window_size} tokens of the cache"
+    elif changes := _rope_changes(model, longest):
+        reason = changes
     elif scaled:
         reason = f"its logits are more than hidden x weight ({', '.join(scaled)})"
     elif attention not in ("sdpa", "eager"):
@@ -219,7 +247,7 @@ def _why_plain(model, prompts, reasonings, longest) -> str:
     elif "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         reason = "it takes no position ids"
     elif not _agrees(model, prompts, reasonings):
-        reason = "on a small case it scores packed reasonings differently"
+        reason = "tried on the longest prompt, it scores packed reasonings differently"
     if reason and model not in _TOLD:
         print(f"cross_matrix: every pair is encoded in full, a prompt's cache cannot be shared: {reason}")
         _TOLD.add(model)
@@ -227,12 +255,29 @@ def _why_plain(model, prompts, reasonings, longest) -> str:
 
 
 def _agrees(model, prompts, reasonings) -> bool:
-    """Do both ways give the same on a small case? No list of models is complete, so each is asked, once."""
+    """Do both ways give the same? No list of models is complete, so each is asked, once.
+
+    With the longest prompt and its end, and a row of reasonings as full as it gets, of which the first and a long one far down
+    the row are compared. To break on the shared way is a no.
+    """
     if model not in _AGREES:
-        ids = prompts[0] + next(z for z in reasonings if z) + prompts[-1]  # at least 3
-        small = [prompts[0][-4:], prompts[-1][-4:]], [ids[:3], ids[-3:], ids[:2]], 1.0
+        two, row = [max(prompts, key=len)], []
+        two.append(two[0][-4:])
+        for z in cycle(filter(None, reasonings)):
+            if row and sum(map(len, row)) + len(z) > _row(two):
+                break
+            row.append(z)
+        compared = [0, max(range(len(row)), key=lambda i: (len(row[i]), i))]
+        ends = [row[i] for i in compared]
         weight = model.get_output_embeddings().weight
         rounded = weight.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(weight.device.type)
-        same = torch.allclose(_shared(model, *small), _plain(model, *small), rtol=0.02, atol=0.5 if rounded else 0.02)
-        _AGREES[model] = same
+        close = {"rtol": 0.02, "atol": 0.25 * math.sqrt(max(map(len, ends)))} if rounded else {"rtol": 0.002, "atol": 0.02}
+        try:
+            found = _shared(model, two, row, 1.0)[compared]
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:  # whatever a model does with what it was not made for
+            _AGREES[model] = False
+        else:
+            _AGREES[model] = torch.allclose(found, _plain(model, two, ends, 1.0, alone=True), **close)
     return _AGREES[model]

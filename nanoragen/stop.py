@@ -18,10 +18,18 @@ from nanoragen.checkpoint import CannotSave, is_complete
 from nanoragen.faults import Leave
 
 EARLY = ("variance", "filtered", "success")
-FIRST, LAST, LOW = 10, 10, 0.1  # in-group reward std: under 10% of the mean of the first 10 steps, for 10 steps running
+FIRST, LAST, LOW = 10, 10, 0.1  # in-group reward std: at most 10% of the mean of the first 10 steps, for 10 steps running
 EMPTY = 5  # steps running whose every group was filtered out
 NONFINITE = 3  # steps running with an update that was not finite; cannot be switched off
 EVALUATIONS, HOPELESS = 5, 0.01  # evaluations running with a success under 1%
+WHY = {
+    "variance": f"episodes of a group earn the same: in-group reward std at most {LOW:.0%} of its start for {LAST} steps; what is left "
+    "of the gradient is noise",
+    "filtered": f"every group was filtered out in {EMPTY} steps running; nothing is being trained",
+    "nonfinite": f"not finite in {NONFINITE} steps running: loss or gradient; those updates were left out. Lower --lr or "
+    "--max_grad_norm, or try --dtype float32",
+    "success": f"held-out success under {HOPELESS:.0%} in {EVALUATIONS} evaluations running",
+}
 
 
 class Stop:
@@ -184,19 +192,13 @@ def early_stop(history: list[dict], env: str, names: str) -> tuple[str, str] | N
     std = [line["rollout/in_group_reward_std"] for line in history if line.get("rollout/in_group_reward_std") is not None]
     if "variance" in wanted and len(std) >= FIRST + LAST:
         first = sum(std[:FIRST]) / FIRST
-        if all(s < LOW * first for s in std[-LAST:]):
-            return "variance", (
-                f"episodes of a group earn the same: in-group reward std under {LOW * first:.3g}, 10% of its start, for {LAST} "
-                "steps; what is left of the gradient is noise"
-            )
+        if first > 0 and all(s <= LOW * first for s in std[-LAST:]):
+            return "variance", WHY["variance"]
     if "filtered" in wanted and len(history) >= EMPTY and all(line.get("skipped") for line in history[-EMPTY:]):
-        return "filtered", f"every group was filtered out in {EMPTY} steps running; nothing is being trained"
+        return "filtered", WHY["filtered"]
     if len(history) >= NONFINITE and all(line.get("nonfinite_updates") for line in history[-NONFINITE:]):
-        return "nonfinite", (
-            f"not finite in {NONFINITE} steps running: {history[-1].get('nonfinite', 'loss or gradient')}; those updates were left "
-            "out. Lower --lr or --max_grad_norm, or try --dtype float32"
-        )
+        return "nonfinite", WHY["nonfinite"].replace("loss or gradient", str(history[-1].get("nonfinite", "loss or gradient")))
     found = [line[f"eval/{env}/success"] for line in history if line.get(f"eval/{env}/success") is not None]
     if "success" in wanted and len(found) >= EVALUATIONS and all(s < HOPELESS for s in found[-EVALUATIONS:]):
-        return "success", f"held-out success under {HOPELESS:.0%} in {EVALUATIONS} evaluations running"
+        return "success", WHY["success"]
     return None

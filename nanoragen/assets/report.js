@@ -235,7 +235,8 @@ function strips(box, runs) { // the regimes over time, one bar a run
     if (runs.length > 1) draw(svg, "text", { x: 4, y: n * line + 12, class: "strong" }, r.name);
     r.spells.forEach(([a, , name], i) => {
       const until = i + 1 < r.spells.length ? r.spells[i + 1][0] : r.spells[i][1] + 1;
-      const bar = draw(svg, "rect", { x: x(a), y: n * line + line - 22, width: Math.max(1, x(until) - x(a)), height: 18, style: `fill: ${REGIME[name]}; stroke: var(--back)` });
+      const wide = Math.max(1, x(until) - x(a)), edge = wide < 3 ? "none" : "var(--back)"; // an edge would cover a narrow one
+      const bar = draw(svg, "rect", { x: x(a), y: n * line + line - 22, width: wide, height: 18, style: `fill: ${REGIME[name]}; stroke: ${edge}` });
       draw(bar, "title", {}, `${name}, from step ${a}`);
     });
   });

@@ -417,19 +417,19 @@ def test_measure_without_reasoning_and_near_the_last_position():
 @pytest.mark.parametrize(
     "h, mi, name",
     [
-        (1.0, 1.8, "diverse"),
-        (0.51, 0.91, "diverse"),
-        (0.9, 0.89, "template collapse"),
+        (1.0, 0.9, "diverse"),
+        (0.51, 0.46, "diverse"),
+        (0.9, 0.44, "template collapse"),
         (2.0, -0.1, "template collapse"),
-        (0.49, 1.8, "compressed"),
-        (0.2, 0.3, "low-entropy collapse"),
+        (0.49, 0.9, "compressed"),
+        (0.2, 0.15, "low-entropy collapse"),
         (0.0, 0.0, "low-entropy collapse"),
     ],
 )
 def test_regimes(h, mi, name):
-    assert regime(h, mi, 1.0, 1.8) == name
-    sentence = collapse.regime_sentence(h, mi, 1.0, 1.8)
-    assert sentence.startswith(name) and "\n" not in sentence and f"{mi:.2f}" in sentence
+    assert regime(h, mi, 1.0, 0.9) == name
+    sentence = collapse.regime_sentence(h, mi, 1.0, 0.9, {})
+    assert sentence.startswith(name) and "\n" not in sentence and f"MI {mi:.0%} of its bound, first 90%" in sentence
 
 
 def test_the_regime_is_that_of_the_last_few_measurements():
@@ -442,4 +442,13 @@ def test_a_run_that_starts_without_input_dependence_is_not_called_diverse():
     assert regime(1.0, 0.0, 1.0, 0.0) == regime(1.0, -0.2, 1.0, -0.3) == "template collapse"
     assert regime(1.0, 0.5, 1.0, 0.0) == "diverse"
     # nothing was lost, so nothing is blamed on the training
-    assert "started" in collapse.regime_sentence(1.0, 0.0, 1.0, 0.0) and "--beta" in collapse.regime_sentence(1.0, 0.0, 1.0, 0.1)
+    sentence = lambda first: collapse.regime_sentence(1.0, 0.0, 1.0, first, {})
+    assert "started" in sentence(0.0) and "--beta" in sentence(0.1)
+
+
+def test_advice_that_is_followed_already_is_left_out():
+    said = lambda **settings: collapse.advice("template collapse", settings)
+    assert "--filter top_p" in said() and "weaken --beta and --entropy_coef" in said()
+    assert said(filter="top_p", beta=0.1, entropy_coef=0.0) == "weaken --beta"
+    assert "--filter" not in said(filter="ragen", beta=0.0, entropy_coef=0.0) and "weaken" not in said(beta=0.0, entropy_coef=0.0)
+    assert "--lr" in said(filter="top_p", beta=0.0, entropy_coef=0.0)

@@ -10,8 +10,9 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
-from nanoragen import metrics
+from nanoragen import advantages, metrics
 from nanoragen.rollout import Episode, Turn
 
 
@@ -66,9 +67,7 @@ def test_rollouts_hold_what_is_needed_to_replay_and_check_an_episode(tmp_path): 
         True,
     )
     assert [t["reward"] for t in a["turns"]] == [0.5, 1.0] and a["reward"] == 1.5
-    assert (
-        len(a["ids"]) == len(a["mask"]) and [m["role"] for m in a["messages"]] == ["system"] + ["user", "assistant"] * 2
-    )
+    assert len(a["ids"]) == len(a["mask"]) and [m["role"] for m in a["messages"]] == ["system"] + ["user", "assistant"] * 2
     for turn in a["turns"]:
         assert a["mask"][turn["start"] : turn["end"]] == [1, 1]
     assert (b["kept"], b["truncated"], b["turns"][0]["parsed"]) == (False, "turns", False)
@@ -153,9 +152,7 @@ def test_rollout_metrics():
     assert found["bandit/success"] == 0.5 and found["num_tokens"] == 6 + 4 and found["completions/mean_length"] == 3
     assert found["rollout/parse_rate"] == pytest.approx(2 / 3) and found["rollout/turns"] == 1.5
     assert found["rollout/truncated_by_turns"] == 0.5 and found["valid_thinking_rate"] == 1
-    one = metrics.rollout_metrics(
-        [Episode("bandit", 0, 0, [1, 2], [0, 0], truncated="context")], "bandit"
-    )  # no turn at all
+    one = metrics.rollout_metrics([Episode("bandit", 0, 0, [1, 2], [0, 0], truncated="context")], "bandit")  # no turn at all
     assert one["rollout/parse_rate"] == 0 and one["reward_std"] == 0 and one["rollout/truncated_by_context"] == 1
 
 
@@ -177,12 +174,7 @@ def test_console_line():
     assert "\n" not in line and "held-out" not in line and "no update" not in line
     bare = {"step": 1, "reward": 0.0, "bandit/success": 0.0, "rollout/kept_groups": 0, "rollout/groups": 8}
     bare = metrics.console_line({**bare, "skipped": 1.0, "eval/bandit/success": 0.25})
-    assert (
-        "MI" not in bare
-        and "kept 0/8 |" in bare
-        and "held-out success 25.0%" in bare
-        and "every group was filtered out" in bare
-    )
+    assert "MI" not in bare and "kept 0/8 |" in bare and "held-out success 25.0%" in bare and "every group was filtered out" in bare
 
 
 def outcome(low, high):
@@ -240,6 +232,19 @@ def test_what_the_process_holds(tmp_path):
     assert block.nbytes == 40 * 2**20 and 35 < after["memory/rss_mb"] - before["memory/rss_mb"] < 60
     assert after["memory/open_files"] == before["memory/open_files"] + 5
     assert metrics.process_metrics()["memory/open_files"] == before["memory/open_files"]
+
+
+def test_the_reward_of_few_steps_is_not_its_own_comparison():
+    rows = [{**STEP, "reward": r} for r in (0.0, 0.0, 3.0, 3.0)]
+    found = " ".join(metrics.diagnosis(rows, outcome(0.3, 0.4), outcome(0.3, 0.4), "bandit"))
+    assert "(0.00 in the first steps, 3.00 in the last)" in found
+
+
+def test_a_turn_has_the_mean_advantage_of_its_tokens(tmp_path):
+    one, two = episode(), episode((-0.1,))  # turns at 2:4 and 4:6, and at 2:4
+    advantages.note_turns([one, two], torch.tensor([[0, 0, 1.0, 2, -3, -4], [0, 0, 5, 5, 0, 0]]))
+    metrics.Log(tmp_path, {}).rollouts(1, [one, two], [-1.0, 5.0], [True, True])
+    assert [[t["advantage"] for t in e["turns"]] for e in lines(tmp_path / "rollouts.jsonl")] == [[1.5, -3.5], [5.0]]
 
 
 def test_advice_does_not_contradict_itself():

@@ -30,6 +30,9 @@ if "bad" in out:
     sys.exit("no such luck")
 def stop(*_):
     open(os.path.join(out, "asked"), "a").write("x")
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.3)
+    open(os.path.join(out, "saved"), "w")
     sys.exit(130)
 signal.signal(signal.SIGTERM, stop)
 for step in range(1, steps + 1):
@@ -88,11 +91,12 @@ def test_ctrl_c_asks_the_running_ones_once_and_waits(stand_in):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         sweep(small("slow1", "slow2", "slow3"), out, 2, command)
     assert [(out / n / "asked").read_text() for n in ("slow1", "slow2")] == ["x", "x"] and not (out / "slow3").exists()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert [(out / n / "saved").is_file() for n in ("slow1", "slow2")] == [True, True]  # waited for, also after the second signal
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_the_grid_pairs_every_run_and_train_takes_every_setting():
@@ -123,6 +127,8 @@ def test_two_real_runs_and_the_noise_between_them(tmp_path):
     want = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
     assert [e["advantage"] for e in noisy] == pytest.approx(want.flatten().tolist(), abs=1e-4)
     assert [e["advantage"] for e in plain] != pytest.approx(want.flatten().tolist(), abs=0.1)
+    for e in plain:  # credit by episode: each turn has the episode's
+        assert [t["advantage"] for t in e["turns"]] == pytest.approx([e["advantage"]] * len(e["turns"]), abs=1e-6)
     report(runs, tmp_path, [])
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["name"] for r in results["runs"]] == list(runs) and len(results["runs"][0]["buckets"]) == 3
@@ -165,10 +171,16 @@ def test_the_bootstrap_covers_a_mean_as_often_as_it_says():
 @pytest.mark.parametrize(
     "low, high, want",
     [(0.1, 2, "reproduced"), (-2, -0.1, "not reproduced"), (-1, 1, "undecided (interval contains 0)"), (0, 1, "undecided (interval contains 0)"),
-     (math.nan, math.nan, "undecided (too few runs)")],
+     (math.nan, math.nan, "not defined: one of them does not vary")],
 )  # fmt: skip
 def test_verdict(low, high, want):
-    assert verdict(low, high) == want
+    assert verdict(low, high, 5) == want
+
+
+def test_verdict_of_too_few():
+    assert verdict(math.nan, math.nan, 4) == "undecided (too few runs)"
+    same = [{**r, "success": 0.5} for r in known()]  # no correlation with what does not vary
+    assert [c["verdict"] for c in analyse(same)["claims"][::2][:2]] == ["not defined: one of them does not vary"] * 2
 
 
 # -- the questions -----------------------------------------------------------------------------------------------------
@@ -181,6 +193,7 @@ def lines(success, mi, entropy, seconds=2.0, task=(0.0, 1.0), steps=8):
         first, end = step == 1, step > steps - steps // 4
         line = {"step": step, "step_time": seconds + 0.5, "time/gradients": 0.5, "rollout/filter_kept_ratio": 0.5,
                 "collapse_first_turn_sample/mi_seq_estimate": 2.0 if first else mi if end else 77.0,
+                "collapse_first_turn_sample/mi_upper_bound": 2.5 if first or end else 99.0,
                 "collapse_first_turn_sample/conditional_entropy_est": 1.0 if first else entropy if end else 77.0}  # fmt: skip
         if step in (1, 5):
             for n, norm in enumerate(task):
@@ -227,7 +240,8 @@ def test_known_answers_are_found():
     half = t95(11) * np.std([0, 0.1, 0.2, 0.3] * 3, ddof=1) / math.sqrt(12)
     assert (success["low"], success["high"]) == pytest.approx((9.85 - half, 9.85 + half))
     assert kept_mi["value"] == pytest.approx(0.5) and seconds["value"] == pytest.approx(-50) and seconds["verdict"] == "measured"
-    assert (lost["value"], lost["verdict"], lost_too["value"], results["collapsed"]) == (0, "not reproduced", 0, [])
+    assert (lost["value"], lost["verdict"], lost_too["value"], results["collapsed"]) == (0, "seen in 0 of 24", 0, [])
+    assert (lost["low"], lost["high"]) == (0, pytest.approx(100 * 1.96**2 / (24 + 1.96**2), abs=0.01))  # Wilson's, of none
     assert (
         task["value"] == pytest.approx(1.15) and task["n"] == 16 and task["verdict"] == "reproduced"
     )  # runs with noise are left out
@@ -236,6 +250,26 @@ def test_known_answers_are_found():
         and results["buckets"][1]["snr"] == pytest.approx(3)
         and results["buckets"][0]["snr"] == 0
     )
+
+
+def test_collapse_is_judged_by_the_share_of_the_bound():
+    """MI 0.6 of 2.5 is under half of 2.0 of 2.5, but not of 0.6 of 0.7; 2.0 of 6.0 is, though as many nats as at first."""
+    for mi, bound, want in ((0.6, 2.5, True), (0.6, 0.7, False), (2.0, 6.0, True)):
+        log = [{**m, "collapse_first_turn_sample/mi_upper_bound": bound} if m["step"] > 6 else m for m in lines(0.5, mi, 1.0)]
+        one = summary("none-plain-0", log, "lake")
+        assert one["share"] == pytest.approx(mi / bound) and one["share_first"] == pytest.approx(0.8)
+        assert reproduce.collapsed(one) == want and one["mi"] == pytest.approx(mi)
+
+
+def test_only_what_was_measured_counts():
+    """A bucket without entropy gradient, a pair without MI: left out, and not counted."""
+    runs = known()
+    runs[0]["buckets"][0]["entropy"] = 0.0
+    runs[2]["mi"] = math.nan
+    runs[4]["share"] = math.nan
+    runs[6]["buckets"][1]["task"] = math.nan
+    found = [c["n"] for c in analyse(runs)["claims"]]
+    assert found == [23, 23, 23, 12, 11, 12, 23, 23, 15, 14]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +281,7 @@ def test_template_collapse_is_listed(mi, entropy, within, above):
     results = analyse(runs)
     assert results["collapsed"] == ["none-kl_1-0"] * above
     for claim, want in zip(results["claims"][6:8], (within, above)):
-        assert (claim["value"], claim["verdict"]) == (want, "reproduced" if want else "not reproduced")
+        assert (claim["value"], claim["verdict"]) == (pytest.approx(100 * want / 25), f"seen in {want} of 25")
     text = markdown({**results, "runs": runs, "unfinished": []})
     assert ("none-kl_1-0." if above else "there was no such run.") in text
 
@@ -262,7 +296,7 @@ def test_the_opposite_and_too_little_are_said_as_such():
         assert {c["verdict"] for c in results["claims"]} <= {
             "undecided (too few runs)",
             "measured",
-            "not reproduced",
+            f"seen in 0 of {len(few)}",
         } and "nan" not in markdown({**results, "runs": few, "unfinished": []})
 
 

@@ -1,10 +1,12 @@
 """Early stops by their definitions, one step before they are due and when they are; and the two signals."""
 
+import json
 import os
 import signal
 
 import pytest
 
+from nanoragen import stop
 from nanoragen.stop import Stop, early_stop
 
 ALL = "variance,filtered,success"
@@ -24,7 +26,8 @@ def test_variance_under_a_tenth_of_the_first_ten_steps_mean_for_ten_steps():
     first = [0.5, 1.5] * 5  # mean 1
     assert early_stop(history(first + [0.09] * 9), "bandit", ALL) is None
     name, why = early_stop(history(first + [0.09] * 10), "bandit", ALL)
-    assert name == "variance" and "0.1" in why
+    assert name == "variance" and "10% of its start" in why
+    assert early_stop(history([2.0] * 10 + [0.2] * 10), "bandit", ALL)[0] == "variance"  # a tenth is enough
     assert early_stop(history(first + [0.09] * 5 + [0.11] + [0.09] * 9), "bandit", ALL) is None
     assert early_stop(history([0.0] * 30), "bandit", ALL) is None  # never any variance: that is the diagnosis' to say
 
@@ -65,3 +68,15 @@ def test_the_first_signal_is_noted_and_the_second_leaves():
         with pytest.raises(SystemExit) as left:
             os.kill(os.getpid(), signal.SIGTERM)
     assert left.value.code == 128 + signal.SIGTERM
+
+
+def test_what_an_early_stopped_run_ends_with_is_in_its_log(tmp_path, monkeypatch):
+    """The last evaluation, of --final_episodes, and in the report the reason in words."""
+    import train
+
+    monkeypatch.setattr(stop, "early_stop", lambda *_: ("filtered", stop.WHY["filtered"]))
+    args = ["--env", "bandit", "--steps", "3", "--groups", "2", "--group_size", "2", "--max_tokens", "8", "--mi_every", "0"]
+    train.main([*args, "--eval_every", "1", "--eval_episodes", "3", "--final_episodes", "5", "--out", str(tmp_path / "run")])
+    (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert line["early_stopped/filtered"] == 1 and line["eval/bandit/episodes"] == 5
+    assert stop.WHY["filtered"] in (tmp_path / "run" / "report.html").read_text()
