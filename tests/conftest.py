@@ -2,6 +2,8 @@
 
 import os
 
+# One thread each: tiny tensors gain nothing from more, and processes side by side (-n 2, runs that tests start) lose by it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may wait for a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
