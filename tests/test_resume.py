@@ -164,7 +164,7 @@ def test_rates_given_at_a_resume_are_used(tmp_path, capsys):
     small = ["--env", "bandit", "--groups", "2", "--group_size", "2", "--max_turns", "1", "--max_tokens", "4", "--final_episodes", "2",
              "--eval_every", "0", "--algo", "ppo", "--filter", "none", "--lr_schedule", "constant", "--lr_warmup", "0",
              "--entropy_coef", "0.01"]  # fmt: skip
-    train.main([*small, "--steps", "1", "--out", str(tmp_path / "run")])
+    train.main([*small, "--steps", "1", "--keep", "3", "--out", str(tmp_path / "run")])
     (tmp_path / "more.yaml").write_text("steps: 2\nlr: 1e-5\n")
     more = ["--config", str(tmp_path / "more.yaml"), "--weight_decay", "0.25", "--critic_lr", "2e-4"]
     train.main(["--resume", str(tmp_path / "run"), *more])
