@@ -1,6 +1,9 @@
 """Settings of the whole suite: no network, and GPU tests only where there is a GPU."""
 
 import os
+import signal
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us in the background leaves it ignored
 
 # One thread each: tiny tensors gain nothing from more, and processes side by side (-n 2, runs that tests start) lose by it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
