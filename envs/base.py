@@ -26,6 +26,8 @@ EVAL_SEEDS = range(0, 1_000_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 WARMUP_SEEDS = range(1_000_000_000, 2_000_000_000)
 
+MAX_REWARD = 1e15  # the square of what is larger has no room in the float32 of group statistics
+
 CHARSET = "".join(c for c in string.printable if c not in "\r\x0b\x0c") + "√"
 
 
@@ -65,8 +67,8 @@ def check_attributes(env, name: str):
     for key in ("max_turns", "max_actions_per_turn"):
         if not isinstance(getattr(env, key), numbers.Integral) or getattr(env, key) < 1:
             raise ValueError(f"env: {name} has {key} {getattr(env, key)!r:.80}; valid: a whole number, 1 or more")
-    if not isinstance(env.step_reward, numbers.Real) or not abs(env.step_reward) < 1e15:  # NaN compares false
-        raise ValueError(f"env: {name} has the step_reward {env.step_reward!r:.80}; valid: a finite number, below 1e15")
+    if not isinstance(env.step_reward, numbers.Real) or not abs(env.step_reward) < MAX_REWARD:  # NaN compares false
+        raise ValueError(f"env: {name} has the step_reward {env.step_reward!r:.80}; valid: a finite number, below {MAX_REWARD:g}")
 
 
 def eval_seeds(n: int) -> list[int]:

@@ -30,10 +30,9 @@ import torch
 from nanoragen import distributed
 from nanoragen.chat import Chat, parse_reply, reasoning_span
 from nanoragen.draw import Draw
-from nanoragen.envs.base import check_attributes
+from nanoragen.envs.base import MAX_REWARD, check_attributes
 from nanoragen.faults import containing, time_limit
 
-MAX_REWARD = 1e15  # the square of what is larger has no room in the float32 of group statistics
 UNREADABLE = "That reply could not be read. Reply with <think>...</think><answer>...</answer>.\n"
 
 

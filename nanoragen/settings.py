@@ -121,15 +121,14 @@ def lets_go():
             os.close(_HELD.pop())
 
 
-def _settings_of(out: Path) -> dict:
-    """What config.json of a run holds. ValueError where it was cut or damaged: defaults must not stand in for it."""
+def _check_recorded(out: Path):
+    """ValueError where config.json of a run was cut or damaged: defaults must not stand in for it."""
     try:
         found = json.loads((out / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not {"env", "algo", "baseline", "steps"} <= found.keys():
         raise ValueError(f"resume: {out / 'config.json'} is damaged; valid: the settings of the run, as it wrote them")
-    return found
 
 
 def resumed(c, argv) -> tuple:
@@ -144,7 +143,7 @@ def resumed(c, argv) -> tuple:
         raise ValueError(f"resume: {out} holds no run; valid: a run folder, as in runs/sokoban-grpo-0")
     if c.out:
         raise ValueError(f"out: {c.out} with --resume {out}; valid: one of them, a run goes on in its own folder")
-    _settings_of(out)
+    _check_recorded(out)
     if os.environ.get("RANK", "0") == "0" and _hold(out) is False:  # under torchrun the first process holds it for all
         raise ValueError(f"resume: {out} is being written by another process; valid: a run that has ended")
     saved = checkpoint.newest(out)

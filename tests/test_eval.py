@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import Ladder, byte_tokenizer, play, script, tiny_model
+from helpers import Ladder, byte_tokenizer, play, saved_model, script, tiny_model
 
 import eval as program
 from nanoragen import evaluate as module
@@ -21,10 +21,7 @@ SEEDS = list(range(12))
 
 @pytest.fixture
 def folder(tmp_path):
-    tokenizer = byte_tokenizer()
-    tiny_model(tokenizer).save_pretrained(tmp_path / "m")
-    tokenizer.save_pretrained(tmp_path / "m")
-    return str(tmp_path / "m")
+    return str(saved_model(tmp_path / "m"))
 
 
 def run(capsys, *argv):

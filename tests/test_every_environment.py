@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import train
 from fake_lean import fake_lean
-from helpers import byte_tokenizer, tiny_model
+from helpers import saved_model
 
 import eval as evaluation
 from nanoragen.envs.registry import names
@@ -22,9 +22,7 @@ GYM = "gym:FrozenLake-v1"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    tiny_model(tokenizer, positions=16_384).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = saved_model(tmp_path_factory.mktemp("model"), positions=16_384)
     return ["--model", str(folder), "--max_tokens", "8", "--device", "cpu"]
 
 

@@ -13,7 +13,7 @@ import subprocess
 
 import pytest
 import torch
-from helpers import byte_tokenizer, timeless, tiny_model
+from helpers import saved_model, timeless
 from safetensors.torch import load_file
 
 import train
@@ -27,9 +27,7 @@ LOG_DAMAGES = 60  # torn lines, NUL bytes, broken UTF-8, flipped bits, in metric
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """A run of 3 steps, as a list of arguments but for --out."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    tiny_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = saved_model(tmp_path_factory.mktemp("model"))
     return ["--env", "bandit", "--model", str(folder), "--steps", "3", "--groups", "2", "--group_size", "2", "--max_turns", "1",
             "--max_tokens", "4", "--filter", "none", "--entropy_coef", "0.01", "--minibatches", "2", "--lr_warmup", "0",
             "--lr_schedule", "constant", "--final_episodes", "2", "--eval_every", "0", "--save_every", "1",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tqdm
-from helpers import byte_tokenizer, timeless, tiny_model
+from helpers import saved_model, timeless
 
 import train
 from nanoragen import checkpoint, stop
@@ -27,9 +27,7 @@ PHASES = ["evaluation (before)", "rollout", "turn 1", "diagnosis", "advantages",
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """A run of 2 steps that has every phase, as a list of arguments but for --out."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    tiny_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = saved_model(tmp_path_factory.mktemp("model"))
     return ["--env", "bandit", "--model", str(folder), "--steps", "2", "--groups", "2", "--group_size", "2", "--max_turns", "1",
             "--max_tokens", "4", "--filter", "none", "--entropy_coef", "0.01", "--minibatches", "2", "--algo", "ppo",
             "--beta", "0.1", "--final_episodes", "2", "--eval_episodes", "2", "--eval_every", "1", "--save_every", "1"]  # fmt: skip

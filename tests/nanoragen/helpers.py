@@ -71,6 +71,14 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def saved_model(folder, tokenizer=None, **how):
+    """A folder of `tiny_model(tokenizer, **how)` and its tokenizer, as --model takes it. Returns the folder."""
+    tokenizer = tokenizer or byte_tokenizer()
+    tiny_model(tokenizer, **how).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def tiny_model(tokenizer, kind="qwen2", *, seed=0, positions=2048, dropout=0.0):
     """A random model of two narrow layers in eval mode. Its weights are large, so that its choices differ."""
     torch.manual_seed(seed)

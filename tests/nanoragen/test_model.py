@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import Ladder, byte_tokenizer, tiny_model
+from helpers import Ladder, byte_tokenizer, saved_model, tiny_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import train
@@ -42,10 +42,7 @@ def test_weights_are_float32_without_dropout_whatever_the_folder_says(folder):
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
-    tokenizer = byte_tokenizer(pad=None)
-    tiny_model(tokenizer).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    _, found = models.load(str(tmp_path))
+    _, found = models.load(str(saved_model(tmp_path, byte_tokenizer(pad=None))))
     assert found.pad_token_id == found.eos_token_id is not None
 
 
