@@ -1,12 +1,15 @@
 """The algorithms against independent references: TRL's `_compute_loss`, verl's `core_algos`, and values worked out by hand.
 
 Where TRL 1.16 or verl 0.9 is installed their own functions are called; everywhere the numbers they gave are compared
-(`python tests/test_algorithms.py` prints them anew). All in float64, on ragged rows with gaps where observations would be.
+(`python tests/test_algorithms.py` prints anew those of what is installed). All in float64, on ragged rows with gaps where
+observations would be. verl's `core_algos` needs few of verl's dependencies: `pip install --no-deps verl==0.9.0`, then what its
+import asks for (ray, tensordict 0.10, omegaconf, codetiming and small ones of theirs).
 """
 
 import json
 from collections import defaultdict
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +29,14 @@ MASK = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0],
                      [0, 0, 1, 0, 0, 0, 0, 0, 0],
                      [1, 1, 1, 1, 1, 1, 1, 1, 1],
                      [0, 1, 0, 1, 0, 1, 0, 1, 0]]).bool()  # fmt: skip
+TURN = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, -1, -1],
+                     [-1, -1, 0, -1, -1, -1, -1, -1, -1],
+                     [0, 0, 0, 1, 1, 2, 2, 2, 2],
+                     [-1, 0, -1, 1, -1, 2, -1, 3, -1]])  # fmt: skip
 IDS = [0, 1, 1, 0]  # groups
+TASK = torch.tensor([0.0, 1, 0, 10, 3, 3, 3, 3], dtype=torch.float64)  # two rewards of each of eight episodes,
+FORMAT = torch.tensor([0.0, -0.1, -0.2, 0, 0, -0.1, 0, -0.3], dtype=torch.float64)
+EVEN, UNEVEN = [0, 0, 0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1, 1, 0]  # in groups of four, or of five and three
 
 
 def wave(scale, shift, offset=0.0):
@@ -41,8 +51,8 @@ REWARD = torch.zeros(4, 9, dtype=torch.float64)
 REWARD[[0, 1, 2, 3, 0], [6, 2, 8, 7, 2]] = torch.tensor([1.0, -0.5, 0.0, 2.0, 0.25], dtype=torch.float64)
 PROJECT = wave(1.0, 0.7)  # a fixed direction, to compare a gradient by one number
 
-# What trl 1.16.0 and verl 0.9.0 gave, rounded to 9 digits. Losses: value and gradient on LOGPROB along PROJECT (trl: and the shares
-# of tokens clipped low and high); gae: advantages whitened, returns; the others: advantages.
+# What trl 1.16.0 and verl 0.9.0 gave, rounded to 9 digits. Losses, kl: value and gradient on LOGPROB along PROJECT (trl: and the
+# shares of tokens clipped low and high); gae: advantages whitened, returns; bi_level: returns; the others: advantages.
 RECORDED = {
     "trl grpo beta 0.0": [0.181968441, -0.385446169, 0.052631579, 0.263157904],
     "trl grpo beta 0.1": [0.182976074, -0.387613651, 0.052631579, 0.263157904],
@@ -63,10 +73,19 @@ RECORDED = {
         0.947099203, 1.544033258, 1.44170074, 1.413002147], [0.657562087, 0.731455813, 0.605176986, 0.689831108, 1.0, -0.5,
         0.228857883, 0.140701326, 0.168891213, 0.179508569, 0.092026866, 0.172458958, 0.043876989, 0.070941817, 0.0,
         0.830852871, 1.190211772, 1.575637163, 2.0]],
+    "verl kl k1": [0.107267327, -0.11579266],
+    "verl kl k2": [0.009597339, 0.003326149],
+    "verl kl k3": [0.009025568, 0.002526815],
+    "verl bi_level 0.9 0.8 0.95 0.7": [0.755321364, 0.867232587, 0.605176986, 0.689831108, 1.0, -0.5, 0.272981956, 0.201984762,
+        0.254007096, 0.194122897, 0.112324544, 0.172458958, 0.043876989, 0.070941817, 0.0, 0.700509883, 1.115540235, 1.544758842,
+        2.0],
     "verl rloo": [-0.75, -0.5, 0.5, 0.75],
+    "verl rloo none": [-3.925, -1.95, -4.175, 8.575, 1.2, -0.3, -0.175, 0.75],
+    "verl grpo std": [-0.760711945, -1.14458517, -0.809164935, 1.661937562, 0.704360105, -0.058143588, -0.033917093, 0.440225066],
+    "verl grpo none": [-3.14, -1.3, -3.34, 6.86, 0.8, -0.24, -0.14, 0.5],
     "verl value 0.1": [1.757944344, -0.050369542],
     "verl value 0.5": [1.673592913, 0.313457779],
-    "verl gdpo": [0.164972212, -0.472332014, -1.422642198, 1.730002, 0.537411832, 0.0, 0.537411832, -1.074823663],
+    "verl gdpo": [0.164972261, -0.472331941, -1.422641993, 1.730001926, 0.537411749, -1.1e-08, 0.537411749, -1.074823618],
 }  # fmt: skip
 
 
@@ -113,9 +132,15 @@ def verl_loss(aggregation):
             return 1e9 if key == "clip_ratio_c" else default  # its third, outer clip is not ours
 
     c = Settings(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, global_batch_info={"loss_scale_factor": LENGTH})
-    mode, mask = aggregation.replace("_", "-"), MASK.double()
-    loss, _ = core.compute_policy_loss_vanilla(OLD, leaf, ADVANTAGE[:, None].expand(4, 9), mask, mode, c)
+    mode, longer = aggregation.replace("_", "-"), lambda x: torch.cat([x, x[:1]])
+    mask = torch.cat([MASK, torch.zeros(1, 9).bool()]).double()  # a fifth episode without a sampled token counts nowhere
+    loss, _ = core.compute_policy_loss_vanilla(longer(OLD), longer(leaf), longer(ADVANTAGE)[:, None].expand(5, 9), mask, mode, c)
     return projected(loss, leaf)
+
+
+def verl_kl(kind):
+    leaf = LOGPROB.clone().requires_grad_()
+    return projected(core_algos().kl_penalty(leaf, REF, kind)[MASK].mean(), leaf)
 
 
 def verl_gae(gamma, lam):
@@ -123,9 +148,27 @@ def verl_gae(gamma, lam):
     return [table[MASK].tolist() for table in found]
 
 
+def verl_bi_level(gamma, lam, turn_gamma, turn_lam):
+    """Returns by verl's GAE, called as bi-level GAE is defined (verl has none of its own): over the last tokens of turns, where
+    rewards are paid; then over each turn as if it were an episode, which is paid the return just found for it."""
+    call, last, n = core_algos().compute_gae_advantage_return, last_tokens(TURN).double(), int(TURN.max()) + 1
+    _, paid = call(REWARD, VALUE, last, turn_gamma, turn_lam)
+    each = torch.cat([TURN == i for i in range(n)]).double()  # every turn in a row of its own
+    _, found = call((paid * last).repeat(n, 1) * each, VALUE.repeat(n, 1), each, gamma, lam)
+    return (found * each).view(n, 4, 9).sum(0)[MASK].tolist()
+
+
 def verl_rloo():
     found, _ = core_algos().compute_rloo_outcome_advantage(REWARD.clone(), MASK.double(), np.array(IDS))
     return (found.sum(1) / MASK.sum(1)).tolist()  # one value an episode
+
+
+def verl_outcome(kind, scale):
+    """Advantages of eight episodes, one token each, in groups of five and three."""
+    core, reward = core_algos(), (TASK + FORMAT)[:, None]
+    more = {"norm_adv_by_std_in_grpo": scale == "std"} if kind == "grpo" else {}
+    function = getattr(core, f"compute_{kind}_outcome_advantage")
+    return function(reward, torch.ones_like(reward), np.array(UNEVEN), **more)[0][:, 0].tolist()
 
 
 def verl_value_loss(clip):
@@ -134,20 +177,22 @@ def verl_value_loss(clip):
 
 
 def verl_gdpo():
-    """Two rewards of each of eight episodes in two groups; one token each, as verl whitens over tokens."""
-    core, one = core_algos(), torch.ones(8, 1, dtype=torch.float64)
-    ids = np.array([0] * 4 + [1] * 4)
-    parts = [core.compute_grpo_outcome_advantage(r[:, None].clone(), one, ids)[0] for r in (TASK, FORMAT)]
-    return core.verl_F.masked_whiten(sum(parts), one)[:, 0].tolist()
+    """Two rewards of each of eight episodes in two groups; one token each, as verl whitens over tokens. It computes in float32."""
+    reward, one = (TASK + FORMAT)[:, None], torch.ones(8, 1)
+    batch = {"prompts": torch.zeros(8, 0), "attention_mask": torch.ones(8, 1, dtype=torch.long)}
+    parts, config = {"task": TASK.numpy(), "format": FORMAT.numpy()}, {"gdpo_reward_keys": ["task", "format"]}
+    call = core_algos().compute_gdpo_outcome_advantage
+    return call(reward, one, np.array(EVEN), config=config, non_tensor_batch=parts, batch=batch)[0][:, 0].tolist()
 
 
-TASK = torch.tensor([0.0, 1, 0, 10, 3, 3, 3, 3], dtype=torch.float64)
-FORMAT = torch.tensor([0.0, -0.1, -0.2, 0, 0, -0.1, 0, -0.3], dtype=torch.float64)
 REFERENCES = {
     **{f"trl {algo} beta {beta}": (trl_loss, algo, beta) for algo in ("grpo", "dr_grpo", "dapo") for beta in (0.0, 0.1)},
     **{f"verl {a}": (verl_loss, a) for a in ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")},
     **{f"verl gae {g} {lam}": (verl_gae, g, lam) for g, lam in ((1.0, 1.0), (0.9, 0.8))},
+    **{f"verl kl {kind}": (verl_kl, kind) for kind in ("k1", "k2", "k3")},
+    "verl bi_level 0.9 0.8 0.95 0.7": (verl_bi_level, 0.9, 0.8, 0.95, 0.7),
     "verl rloo": (verl_rloo,),
+    **{f"verl {kind} {s}": (verl_outcome, kind, s) for kind, s in (("rloo", "none"), ("grpo", "std"), ("grpo", "none"))},
     **{f"verl value {clip}": (verl_value_loss, clip) for clip in (0.1, 0.5)},
     "verl gdpo": (verl_gdpo,),
 }  # fmt: skip
@@ -183,16 +228,25 @@ def ours(name):
     if args[0] == "gae":
         table = gae(REWARD, VALUE, MASK, float(args[1]), float(args[2]))
         return [whiten(table, MASK)[MASK].tolist(), (table + VALUE)[MASK].tolist()]
-    if args[0] == "rloo":
-        c, ids, rewards = Config(algo="rloo", groups=2, filter="none"), torch.tensor(IDS), REWARD.sum(1)
+    if args[0] == "bi_level":
+        table = bi_level_gae(REWARD, VALUE, TURN, *map(float, args[1:]))
+        return (table + VALUE)[MASK].tolist()
+    if args[0] == "kl":
+        leaf = LOGPROB.clone().requires_grad_()
+        return projected(kl_estimate(leaf[MASK], REF[MASK], args[1]).mean(), leaf)
+    if args[0] in ("rloo", "grpo"):
+        algo, scale = args if len(args) == 2 else (args[0], "auto")
+        c = Config(algo=algo, scale=scale, groups=2, filter="none")
+        ids, rewards = (torch.tensor(UNEVEN), TASK + FORMAT) if len(args) == 2 else (torch.tensor(IDS), REWARD.sum(1))
         found = group_statistics(c, [], rewards, ids)
-        return group_relative(c, found, rewards, torch.zeros(4, 1), torch.zeros(4), ids)[:, 0].tolist()
+        none = torch.zeros_like(rewards)
+        return group_relative(c, found, rewards, none[:, None], none, ids)[:, 0].tolist()
     if args[0] == "value":
         leaf = LOGPROB.clone().requires_grad_()
         error, _ = value_errors(leaf[MASK], OLD[MASK], VALUE[MASK], float(args[1]))
         return projected(error.mean(), leaf)
     if args[0] == "gdpo":
-        c, ids, rewards = Config(scale="per_reward", groups=2, filter="none"), torch.tensor([0] * 4 + [1] * 4), TASK + FORMAT
+        c, ids, rewards = Config(scale="per_reward", groups=2, filter="none"), torch.tensor(EVEN), TASK + FORMAT
         found = group_statistics(c, [], rewards, ids)
         table = group_relative(c, found, rewards, torch.zeros(8, 1), FORMAT, ids)
         return whiten(table, torch.ones(8, 1).bool())[:, 0].tolist()
@@ -591,4 +645,6 @@ def test_a_step_without_a_kept_group_changes_no_weight_and_no_moment(algo, tmp_p
 
 if __name__ == "__main__":
     for name, (call, *args) in REFERENCES.items():
-        print(f'    "{name}": {json.dumps(call(*args))},')
+        if find_spec(name.split()[0]):
+            rounded = json.loads(json.dumps(call(*args)), parse_float=lambda digits: round(float(digits), 9))
+            print(f'    "{name}": {json.dumps(rounded)},')
