@@ -62,7 +62,7 @@ class Sudoku(TextEnv):
         valid = placement is not None and not self._solved() and self._allowed(*placement)
         if valid:
             cell, digit = placement
-            self.cells[cell] = digit
+            self.cells = [*self.cells[:cell], digit, *self.cells[cell + 1 :]]  # a new list: a copy of this game keeps its own
         effective, solved = self.cells != before, self._solved()
         info = {"success": solved, "action_is_valid": valid, "action_is_effective": effective}
         return self.render(), float(solved and effective), solved, False, info

@@ -16,7 +16,7 @@ FOLDER = Path(warmup.__file__).parent / "assets" / "nano"
 
 
 def demonstrations(name, n):
-    env, rng = warmup.make(name), np.random.default_rng(0)
+    env, rng = warmup.make(name, **warmup.OPTIONS.get(name, {})), np.random.default_rng(0)
     return env.instruction, [warmup.demonstration(name, env, seed, rng)[0] for seed in range(n)]
 
 
@@ -41,6 +41,23 @@ def test_the_model_expects_what_demonstrators_of_new_instances_say(name):
     with torch.no_grad():
         _, replies, nats = warmup.loss_fn(model, batch, tokenizer.pad_token_id)
     assert nats / replies < 0.75
+
+
+def test_a_new_vocabulary_keeps_the_rows_of_known_tokens_and_begins_the_others_from_their_pieces():
+    model, old = load()
+    before, text = model.get_input_embeddings().weight.detach().clone(), "the box is 1 down; zyzzyva zyzzyva zyzzyva"
+    new = warmup.train_tokenizer([text] * 50, 300)
+    warmup.new_vocabulary(model, old, new)
+    rows = model.get_input_embeddings().weight
+    assert rows.shape == (len(new), before.shape[1]) and model.get_output_embeddings().weight is rows
+    unknown = set(new.get_vocab()) - set(old.get_vocab())
+    assert "Ġzyzzyva" in unknown and "<answer>" not in unknown
+    for token, i in new.get_vocab().items():
+        text = new.convert_tokens_to_string([token])
+        pieces = old(text, add_special_tokens=False)["input_ids"] if token in unknown else [old.get_vocab()[token]]
+        assert torch.allclose(rows[i], before[pieces].mean(0), atol=1e-6)
+    out = model(input_ids=torch.tensor([new("the box is 1 down")["input_ids"]])).logits
+    assert out.shape[-1] == len(new)
 
 
 def test_small_enough_to_ship():
