@@ -47,7 +47,7 @@ class Critic:
         """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""
         part = batch.select(rows)
         inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:])
-        hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
+        hidden = self.trunk(**inputs).last_hidden_state
         return self.head(hidden[wanted]).squeeze(1).float()
 
     def values(self, batch, rows, c) -> torch.Tensor:

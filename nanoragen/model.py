@@ -177,6 +177,7 @@ def checkpoint_activations(model):
     if not layers:
         raise ValueError(f"gradient_checkpointing: {type(model).__name__} has no layer made for it; valid: false")
     for layer in layers:
+        layer.runs_again = True  # nanoragen/prefix.py asks: it would write to a cache twice
         layer.forward = partial(_run_again, layer.forward)  # no closure: a deep copy must run its own layer
 
 
@@ -227,13 +228,16 @@ def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=T
 
 
 def forward_inputs(model, ids, attention_mask, sampled, packed=None):
-    """(inputs, wanted): what to run a model on, and the mask that picks, from its hidden states, those before sampled tokens.
+    """(inputs, wanted): what to call a model with, and the mask that picks, from its hidden states, those before sampled tokens.
 
     ids, attention_mask [B, T] and sampled [B, T-1] as in `sampled_scores`; hidden[wanted] is [P, D], in reading order. packed: the
     episodes in one row [1, N] without padding, positions starting at 0 with each: so flash-attn's variable-length kernel is told
-    where one ends. None: where the model uses that kernel, and nothing in it carries a state from token to token.
+    where one ends. None: where the model uses that kernel, and nothing in it carries a state from token to token. Padded rows that
+    begin alike are run behind a common prefix, which is run here (nanoragen/prefix.py).
     """
     import torch
+
+    from nanoragen import prefix
 
     if packed is None:
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -241,9 +245,10 @@ def forward_inputs(model, ids, attention_mask, sampled, packed=None):
         packed = attends and getattr(model.config, "_attn_implementation", None) == "flash_attention_2"
     wanted, real = torch.nn.functional.pad(sampled, (0, 1)), attention_mask.bool()
     if not packed:
-        return {"input_ids": ids, "attention_mask": attention_mask}, wanted
+        plain = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}, wanted
+        return prefix.share(model, ids, wanted) or plain
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return {"input_ids": ids[real][None], "position_ids": positions[real][None]}, wanted[real][None]
+    return {"input_ids": ids[real][None], "position_ids": positions[real][None], "use_cache": False}, wanted[real][None]
 
 
 def _through_head(model, pick, run_head=True, **inputs):
@@ -256,7 +261,7 @@ def _through_head(model, pick, run_head=True, **inputs):
 
     hook = model.get_output_embeddings().register_forward_pre_hook(before)
     try:
-        return model(**inputs, use_cache=False).logits, picked[0]
+        return model(**inputs).logits, picked[0]
     finally:
         hook.remove()
 
@@ -271,6 +276,6 @@ def head_is_all(model) -> bool:
     if model not in _HEAD_IS_ALL:
         ids = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
         with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
-            logits, hidden = _through_head(model, lambda x: x, input_ids=ids)
+            logits, hidden = _through_head(model, lambda x: x, input_ids=ids, use_cache=False)
             _HEAD_IS_ALL[model] = torch.allclose(logits.float(), head(hidden).float(), rtol=1e-5, atol=1e-6, equal_nan=True)
     return _HEAD_IS_ALL[model]

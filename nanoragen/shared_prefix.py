@@ -21,6 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from nanoragen.kernels.cross import cross_logprob_matrix
+from nanoragen.prefix import cache_name, rope_changes, same, why_not
 
 PACKED_TOKENS = 256  # run in one row, at least
 PLAIN_LOGITS = 2**26  # logits held at a time by the plain way
@@ -100,7 +101,7 @@ def _plain(model, prompts, reasonings, temperature, alone=False):
     sums = torch.zeros(len(reasonings), len(prompts), device=device)
     pairs = [(i, j) for i, z in enumerate(reasonings) for j in range(len(prompts)) if z]
     pairs.sort(key=lambda p: len(reasonings[p[0]]) + len(prompts[p[1]]), reverse=True)  # alike lengths together
-    alone = alone or bool(_rope_changes(model, len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1))
+    alone = alone or bool(rope_changes(model, len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1))
     while pairs:
         T = len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1  # the last token is scored, not run
         B = 1 if alone else max(1, PLAIN_LOGITS // (T * model.config.get_text_config().vocab_size))
@@ -131,11 +132,12 @@ def _shared(model, prompts, reasonings, temperature):
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     device = next(model.parameters()).device
     bool_mask = model.config._attn_implementation == "sdpa"
-    cache_name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
     cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
 
     def run(ids, at, mask=None):  # [Q] -> [Q, D], and ids join the cache
-        out = decoder(input_ids=ids[None], position_ids=at[None], attention_mask=mask, use_cache=True, **{cache_name: cache})
+        out = decoder(
+            input_ids=ids[None], position_ids=at[None], attention_mask=mask, use_cache=True, **{cache_name(decoder): cache}
+        )
         return out.last_hidden_state[0]
 
     weight, bias = head.weight, getattr(head, "bias", None)  # [V, D], [V]
@@ -210,36 +212,15 @@ class _Pack:
         self.block = (owner[:, None] == owner[None, :]).tril()
 
 
-def _rope_changes(model, longest) -> str:
-    """Why a token's position depends on how long its sequence is, "" if it does not."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    trained = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", None)
-    for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # of all layers, or of each kind
-        limit = one.get("original_max_position_embeddings") or trained or math.inf
-        if one.get("rope_type") in ("longrope", "dynamic") and longest > limit:
-            return f"its positions ({one['rope_type']}) are others beyond {limit} tokens, and a pair has {longest}"
-    return ""
-
-
 def _why_plain(model, prompts, reasonings, longest) -> str:
     """Why this model cannot share a prefix, "" if it can. Said in one line, once a model."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
     scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
     scaled = [name for name in scaled if getattr(config, name, None) not in (None, 1)]
     attention = getattr(model.config, "_attn_implementation", None)
-    local = "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo's name for a window, counted in cached tokens
-    reason = ""
-    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
-        reason = f"it has layers other than softmax attention over all tokens ({', '.join(sorted(kinds))})"
-    elif window and window < longest:
-        reason = f"its sliding window of {window} is shorter than the {longest} tokens of a pair"
-    elif local:
-        reason = f"it has local attention, over the last {config.window_size} tokens of the cache"
-    elif changes := _rope_changes(model, longest):
-        reason = changes
+    reason = why_not(model, longest)
+    if reason:
+        pass  # and the others need not be looked for
     elif scaled:
         reason = f"its logits are more than hidden x weight ({', '.join(scaled)})"
     elif attention not in ("sdpa", "eager"):
@@ -258,7 +239,7 @@ def _agrees(model, prompts, reasonings) -> bool:
     """Do both ways give the same? No list of models is complete, so each is asked, once.
 
     With the longest prompt and its end, and a row of reasonings as full as it gets, of which the first and a long one far down
-    the row are compared. To break on the shared way is a no.
+    the row are compared.
     """
     if model not in _AGREES:
         two, row = [max(prompts, key=len)], []
@@ -272,12 +253,6 @@ def _agrees(model, prompts, reasonings) -> bool:
         weight = model.get_output_embeddings().weight
         rounded = weight.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(weight.device.type)
         close = {"rtol": 0.02, "atol": 0.25 * math.sqrt(max(map(len, ends)))} if rounded else {"rtol": 0.002, "atol": 0.02}
-        try:
-            found = _shared(model, two, row, 1.0)[compared]
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception:  # whatever a model does with what it was not made for
-            _AGREES[model] = False
-        else:
-            _AGREES[model] = torch.allclose(found, _plain(model, two, ends, 1.0, alone=True), **close)
+        shared, plain = lambda: _shared(model, two, row, 1.0)[compared], lambda: _plain(model, two, ends, 1.0, alone=True)
+        _AGREES[model] = same(shared, plain, **close)
     return _AGREES[model]

@@ -327,11 +327,11 @@ def test_packed_rows_give_the_scores_and_gradient_of_padded_ones(kind, mask, mon
 
 def test_only_flash_attention_packs():
     model, batch = tiny_model(byte_tokenizer()), ragged()
-    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "attention_mask"}
+    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "attention_mask", "use_cache"}
     model.config._attn_implementation_internal = "flash_attention_2"
-    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "position_ids"}
+    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "position_ids", "use_cache"}
     model.config.layer_types = ["full_attention", "linear_attention"]  # its state would run on into the next episode
-    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "attention_mask"}
+    assert models.forward_inputs(model, *batch)[0].keys() == {"input_ids", "attention_mask", "use_cache"}
 
 
 @pytest.mark.gpu

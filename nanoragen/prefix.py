@@ -1,0 +1,107 @@
+"""What several sequences begin with is encoded once: the keys and values of the first P tokens, with gradient through them.
+
+    inputs, wanted = share(model, ids, wanted) or (plain inputs, wanted)
+
+Episodes of a group share their prompt, and all of a run the instruction. The first P tokens of the rows are run once for each
+beginning that is different; every row takes the keys and values of its own and runs only what follows. Attention is causal and
+positions count from the first token, so each row's numbers and its gradient are those of the row alone, up to rounding.
+
+Left out: prefixes of several lengths in one micro-batch (P is the one that leaves the least to run), memory of a prefix from one
+micro-batch to the next (the weights may have moved, and the gradient's graph is gone), packed rows, layers that run again in the
+backward pass (`model.checkpoint_activations`: they would write to the cache twice). The cross matrix, nanoragen/shared_prefix.py,
+shares prompts without gradient, and asks here which models can.
+"""
+
+import inspect
+import math
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache
+
+PAYS = 0.1  # share of a micro-batch's tokens that must be saved: a second pass and a copy of keys and values cost about as much
+_AGREES = WeakKeyDictionary()  # model -> do both ways give the same hidden states, found out once
+
+
+def share(model, ids, wanted):
+    """(inputs of the second pass, wanted [B, T-P]), the first one done; None where the rows are better run in full.
+
+    ids, wanted [B, T]: which hidden states will be picked; the P shared tokens stand before all of them, whatever is in the rows.
+    """
+    first = int(wanted.any(0).int().argmax())  # the first column that is wanted; this one and all later are run for every row
+    if len(ids) < 2 or first == 0:
+        return None
+    starts = ids[:, :first].cpu().unique(dim=0)  # sorted, so that those that begin alike are neighbours
+    alike = (starts[1:] == starts[:-1]).int().cumprod(1).sum(0)  # neighbours with the same first P tokens, P = 1 ... first
+    most, at = ((len(ids) - len(starts) + alike) * torch.arange(1, first + 1)).max(0)  # tokens that need not run
+    if most < PAYS * ids.numel() or why_not(model, ids.shape[1]) or any(getattr(m, "runs_again", False) for m in model.modules()):
+        return None
+    P = int(at) + 1
+    if model not in _AGREES:
+        _AGREES[model] = _agrees(model, ids[:2], P)
+    return (behind(model, ids, P), wanted[:, P:]) if _AGREES[model] else None
+
+
+def behind(model, ids, P: int) -> dict:
+    """Inputs that run ids[:, P:] behind the cached first P tokens, each distinct beginning encoded once. ids [B, T], 0 < P < T."""
+    starts, row_of = ids[:, :P].cpu().unique(dim=0, return_inverse=True)
+    cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
+    model.base_model(input_ids=starts.to(ids.device), use_cache=True, **{cache_name(model.base_model): cache})
+    for layer in cache.layers:  # by stack, not by an index: its gradient is summed in the same order every time
+        keys, values = layer.keys.unbind(), layer.values.unbind()
+        layer.keys, layer.values = (torch.stack([t[i] for i in row_of]) for t in (keys, values))
+    return {"input_ids": ids[:, P:], cache_name(model): cache, "use_cache": True}
+
+
+def cache_name(model) -> str:
+    """What transformers calls the cache among this model's arguments."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def why_not(model, longest: int) -> str:
+    """Why nothing can follow cached keys and values of a prefix in this model, in sequences of so many tokens; "" if it can."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
+        return f"it has layers other than softmax attention over all tokens ({', '.join(sorted(kinds))})"
+    if window and window < longest:
+        return f"its sliding window of {window} is shorter than the {longest} tokens of a pair"
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's name for a window, counted in cached tokens
+        return f"it has local attention, over the last {config.window_size} tokens of the cache"
+    return rope_changes(model, longest)
+
+
+def rope_changes(model, longest: int) -> str:
+    """Why a token's position depends on how long its sequence is, "" if it does not."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", None)
+    for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # of all layers, or of each kind
+        limit = one.get("original_max_position_embeddings") or trained or math.inf
+        if one.get("rope_type") in ("longrope", "dynamic") and longest > limit:
+            return f"its positions ({one['rope_type']}) are others beyond {limit} tokens, and a pair has {longest}"
+    return ""
+
+
+def same(shared, plain, **close) -> bool:
+    """Whether shared() is close to plain(), in torch.allclose's sense. To break on the shared way is a no."""
+    try:
+        found = shared()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception:  # whatever a model does with what it was not made for
+        return False
+    return torch.allclose(found, plain(), **close)
+
+
+@torch.no_grad()
+def _agrees(model, ids, P: int) -> bool:
+    """Do both ways give the same hidden states? No list of models is complete, so each is asked, once, on the first rows it gets."""
+    run = lambda inputs: model.base_model(**inputs).last_hidden_state[:, P - ids.shape[1] :].float()
+    weight = next(model.parameters())
+    close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.05
+    with torch.autocast(weight.device.type, enabled=False):
+        plain = run({"input_ids": ids, "use_cache": False})
+        shared = lambda: run(behind(model.base_model, ids, P))
+        return same(shared, lambda: plain, rtol=close, atol=close * plain.std().item())
