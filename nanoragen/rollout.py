@@ -1,4 +1,4 @@
-"""Rollouts: many episodes at once, turn by turn, with Hugging Face `generate`.
+"""Rollouts: many episodes at once, turn by turn.
 
 Invariants (DESIGN section 4):
 - A turn's context is the previous context + the sampled ids + the new observation in its glue. Nothing is re-tokenised.
@@ -8,20 +8,14 @@ Invariants (DESIGN section 4):
 - What an episode draws depends on the random state, its group and its place in the group, not on the episodes beside it: so
   --rollout_batch, the kept cache and the number of processes change nothing (but for a tie within float rounding).
 
-Two ways to the same tokens. The plain one (`PlainContexts`) encodes every context anew each turn. The fast one
-(`CachedContexts`) encodes a prompt that several episodes share once, and keeps keys and values from turn to turn, so
-that a turn costs its new tokens only.
-
-Left out on purpose: training on the log-probs that are seen while sampling (they are for reading, the trainer scores the
-same ids), environments in other processes, new episodes joining a running batch. B episodes still playing, C columns of
-their contexts.
+How replies are generated is in nanoragen/contexts.py. Left out on purpose: training on the log-probs that are seen while
+sampling (they are for reading, the trainer scores the same ids), environments in other processes.
 """
 
 import itertools
 import math
 import numbers
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +23,7 @@ import torch
 
 from nanoragen import distributed
 from nanoragen.chat import Chat, parse_reply, reasoning_span
-from nanoragen.draw import Draw
+from nanoragen.contexts import CachedContexts, PlainContexts, can_keep_cache, sampling_mode
 from nanoragen.envs.base import MAX_REWARD, check_attributes
 from nanoragen.faults import containing, time_limit
 
@@ -146,7 +140,7 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
                 raise ValueError(f"env: {t.name} gave two different first observations; valid: reset(seed) alone decides")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = min(sampling.max_context or math.inf, positions or math.inf)
-    with _sampling_mode(model):
+    with sampling_mode(model):
         for rows in _chunks([t.episode.group for t in tables], sampling.rollout_batch or len(tables)):
             _play([tables[r] for r in rows], model, chat, sampling, limit, progress)
     played = {}  # group -> its episodes, in their order
@@ -176,7 +170,7 @@ def _chunks(groups, size: int):
 def _play(tables, model, chat, sampling, limit, progress):
     """Play these episodes to their ends, all in step."""
     tables = [t for t in tables if not t.over and not t.out_of_context(len(t.episode.ids), limit)]
-    keep = sampling.keep_cache and _can_keep_cache(model)
+    keep = sampling.keep_cache and can_keep_cache(model)
     contexts = (CachedContexts if keep else PlainContexts)(model, chat, sampling, [t.episode.ids for t in tables])
     turn = 0
     while tables:
@@ -300,141 +294,3 @@ class _Table:
     def _check_text(self, observation):
         if not isinstance(observation, str):
             raise ValueError(f"env: {self.name} returned the observation {observation!r:.80}; valid: text")
-
-
-# -- generation --------------------------------------------------------------------------------------------------------
-
-
-class PlainContexts:
-    """The contexts of the episodes still playing, encoded anew each turn: the twin of CachedContexts."""
-
-    def __init__(self, model, chat, sampling, contexts):
-        self.model, self.chat, self.sampling, self.contexts = model, chat, sampling, [list(c) for c in contexts]
-
-    def sample(self, turn: int, luck) -> list[list[int]]:
-        """One reply for each context: its sampled ids, up to and including the first that ends a turn. luck: [B][max_tokens];
-        self.values: of each id, Draw.values."""
-        ids, mask = _pad_left(self.contexts, _pad_id(self.chat), self.model.device)
-        out, self.values = _generate(self.model, self.chat, self.sampling, turn, luck, input_ids=ids, attention_mask=mask)
-        self.replies = _cut(out[:, ids.shape[1] :], self.chat.end_ids)
-        return self.replies
-
-    def follow(self, rows: list[int], glue: list[list[int]]):
-        """These rows play on, with these ids after their replies; the others leave."""
-        self.contexts = [self.contexts[row] + self.replies[row] + g for row, g in zip(rows, glue)]
-
-
-class CachedContexts:
-    """The same with keys and values kept from turn to turn, and a prompt that rows share encoded once.
-
-    A row is ids [C] with mask [C]. A reply shorter than the longest leaves a hole, columns with mask 0 in mid-row. They
-    are never attended to, and `generate` derives positions from the mask, so a row's positions run on as if there were
-    none. The cache covers all columns but the last: the last sampled id has not been through the model yet.
-    """
-
-    def __init__(self, model, chat, sampling, contexts):
-        self.model, self.chat, self.sampling = model, chat, sampling
-        if not contexts:
-            return
-        from nanoragen.cache import RoomyLayer  # imports transformers
-
-        prompts = list(dict.fromkeys(tuple(c) for c in contexts))
-        number = {p: i for i, p in enumerate(prompts)}
-        rows = torch.tensor([number[tuple(c)] for c in contexts], device=model.device)
-        ids, mask = _pad_left(prompts, _pad_id(chat), model.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        out = model(
-            input_ids=ids[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=positions[:, :-1],
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.cache_name = "cache" if "cache" in out else "past_key_values"  # renamed within transformers 5
-        self.cache = out[self.cache_name]
-        self.cache.layers = [RoomyLayer(layer.keys[rows], layer.values[rows]) for layer in self.cache.layers]
-        self.ids, self.mask = ids[rows], mask[rows]
-
-    def sample(self, turn: int, luck) -> list[list[int]]:
-        C = self.ids.shape[1]
-        self.ids, self.values = _generate(
-            self.model, self.chat, self.sampling, turn, luck,
-            input_ids=self.ids, attention_mask=self.mask, **{self.cache_name: self.cache},
-        )  # fmt: skip
-        replies = _cut(self.ids[:, C:], self.chat.end_ids)
-        lengths = torch.tensor([len(r) for r in replies], device=self.ids.device)
-        sampled = torch.arange(self.ids.shape[1] - C, device=self.ids.device) < lengths[:, None]
-        self.mask = torch.cat([self.mask, sampled.to(self.mask.dtype)], dim=1)
-        return replies
-
-    def follow(self, rows: list[int], glue: list[list[int]]):
-        if len(rows) < len(self.ids):
-            index = torch.tensor(rows, device=self.ids.device)
-            self.cache.batch_select_indices(index)
-            self.ids, self.mask = self.ids[index], self.mask[index]
-        ids, mask = _pad_left(glue, _pad_id(self.chat), self.ids.device)
-        self.ids, self.mask = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
-
-
-def _can_keep_cache(model) -> bool:
-    """Whether every layer keeps all keys and values: a sliding window would count the holes as tokens."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers)
-
-
-@contextmanager
-def _sampling_mode(model):
-    """No gradients, no dropout, and a blank generation config: `generate` fills unset options from the model's own."""
-    from transformers import GenerationConfig
-
-    own, training = model.generation_config, model.training
-    model.generation_config = GenerationConfig()
-    model.eval()  # also what keeps gradient checkpointing from switching the cache off
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.generation_config = own
-        model.train(training)
-
-
-def _generate(model, chat, sampling, turn, luck, **inputs) -> tuple[torch.Tensor, list]:
-    """`generate` with temperature alone. Returns [B, C + new] long: input columns, then replies padded on the right; and
-    what is known of each new id (Draw.values)."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(
-        do_sample=False,  # Draw has drawn before `generate` chooses
-        max_new_tokens=sampling.max_tokens, eos_token_id=chat.end_ids, pad_token_id=_pad_id(chat), use_cache=True,
-    )  # fmt: skip
-    luck = torch.tensor(luck, dtype=torch.float64, device=model.device)
-    choose = Draw(luck, sampling.temperature, inputs["input_ids"].shape[1])
-    out = model.generate(**inputs, generation_config=config, logits_processor=[choose])
-    if choose.bad is not None and bool(choose.bad):
-        raise FloatingPointError(
-            f"generate: the model's logits are NaN or infinite in turn {turn}; its weights are broken"
-        )
-    return out, choose.values()
-
-
-def _pad_id(chat) -> int:
-    pad = chat.tokenizer.pad_token_id
-    return chat.end_ids[0] if pad is None else pad
-
-
-def _pad_left(rows, pad_id, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists of ids as (ids, mask), both [B, C] long, padded on the left."""
-    C = max(len(r) for r in rows)
-    ids = torch.tensor([[pad_id] * (C - len(r)) + list(r) for r in rows], device=device)
-    mask = torch.tensor([[0] * (C - len(r)) + [1] * len(r) for r in rows], device=device)
-    return ids, mask
-
-
-def _cut(new: torch.Tensor, end_ids) -> list[list[int]]:
-    """The replies in new [B, R]: each up to and including its first id that ends a turn, whole where there is none."""
-    replies = []
-    for row in new.tolist():
-        end = next((i for i, id in enumerate(row) if id in end_ids), len(row) - 1)
-        replies.append(row[: end + 1])
-    return replies

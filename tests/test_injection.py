@@ -17,7 +17,7 @@ from helpers import saved_model, timeless
 from safetensors.torch import load_file
 
 import train
-from nanoragen import checkpoint, collapse, metrics, rollout
+from nanoragen import checkpoint, collapse, contexts, metrics, rollout
 from nanoragen import model as models
 
 FILE_DAMAGES = 96  # truncations and flipped bits, over all files of a checkpoint
@@ -324,7 +324,7 @@ def exhausted(kind):
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "python"])
 @pytest.mark.parametrize(
     "module, name, phase, advice",
-    [(rollout, "_generate", "turn 1", "--rollout_batch (now 0"), (collapse, "measure", "diagnosis", "--mi_every 0"),
+    [(contexts, "_generate", "turn 1", "--rollout_batch (now 0"), (collapse, "measure", "diagnosis", "--mi_every 0"),
      (train, "score_all", "score", "--micro_batch (now 32)"), (train, "policy_loss", "update 1/2", "--micro_batch (now 32)")],
 )  # fmt: skip
 def test_out_of_memory_is_one_line(kind, module, name, phase, advice, arguments, tmp_path, monkeypatch, capsys):

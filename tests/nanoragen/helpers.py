@@ -100,14 +100,19 @@ def tiny_model(tokenizer, kind="qwen2", *, seed=0, positions=2048, dropout=0.0):
 def script(model, reply):
     """Make `model.generate` answer with `reply(context ids) -> ids`, cut to the turn's budget. Returns the model."""
 
-    def generate(input_ids, attention_mask, generation_config, **_):
+    def generate(input_ids, attention_mask, generation_config, **more):
         replies = [
             reply(row[keep.bool()].tolist())[: generation_config.max_new_tokens]
             for row, keep in zip(input_ids, attention_mask)
         ]
         R, pad, ends = max(map(len, replies)), generation_config.pad_token_id, generation_config.eos_token_id
         assert all(len(r) == R or set(r) & set(ends) for r in replies), "a real model would have gone on"
-        return torch.cat([input_ids, torch.tensor([r + [pad] * (R - len(r)) for r in replies])], dim=1)
+        out = torch.cat([input_ids, torch.tensor([r + [pad] * (R - len(r)) for r in replies])], dim=1)
+        cache = more.get("cache", more.get("past_key_values"))
+        for layer in cache.layers if cache else ():  # as long as a real model would have left it
+            rows, heads, C, D = layer.keys.shape
+            layer.update(*torch.zeros(2, rows, heads, out.shape[1] - 1 - C, D))
+        return out
 
     model.generate = generate
     return model

@@ -11,8 +11,9 @@ import nanoragen.rollout
 from helpers import FORGETFUL, Ladder, byte_tokenizer, tiny_model
 from nanoragen.batch import make_batch
 from nanoragen.chat import Chat
+from nanoragen.contexts import can_keep_cache
 from nanoragen.draw import Draw, draw
-from nanoragen.rollout import Sampling, _can_keep_cache, rollout
+from nanoragen.rollout import Sampling, rollout
 
 KINDS = ("qwen2", "gpt2")
 
@@ -303,7 +304,7 @@ def test_a_sliding_window_takes_the_plain_path():
     )
     config = MistralConfig(vocab_size=len(tokenizer), sliding_window=16, bos_token_id=None, eos_token_id=None, **small)
     model = MistralForCausalLM(config).eval()
-    assert not _can_keep_cache(model) and all(_can_keep_cache(tiny_model(tokenizer, kind)) for kind in KINDS)
+    assert not can_keep_cache(model) and all(can_keep_cache(tiny_model(tokenizer, kind)) for kind in KINDS)
     assert all(len(e.turns) == 2 for e in run(model, tokenizer, max_turns=2))
 
 
