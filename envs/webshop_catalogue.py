@@ -149,7 +149,7 @@ def _product(rng, number, department, kind, brand) -> Product:
     mine = tuple(rng.permutation(attributes)[: rng.integers(3, 6)].tolist())
     cents = int(rng.integers(100 * low, 100 * high))
     return Product(
-        id=f"B{number:05d}",
+        id=f"B{(number * 61_803 + 7_919) % 100_000:05d}",  # all different, and not in the order of the kinds
         name=f"{brand} {mine[0]} {mine[1]} {kind}".title(),  # the others stand on the pages of the product only
         kind=kind,
         category=f"{department} › {kind.title()}",

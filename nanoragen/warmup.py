@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nanoragen import cli
 from nanoragen.envs.base import WARMUP_SEEDS
 from nanoragen.envs.countdown import join
 from nanoragen.envs.registry import make
@@ -308,14 +309,15 @@ def encode(chat, instruction: str, turns):
 
 
 class Stream:
-    """Endless demonstrations: a fresh seed each, environments drawn by MIXTURE."""
+    """Endless demonstrations: a fresh seed each, environments drawn by their share."""
 
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
-        self.envs = {name: games(name) for name in MIXTURE}
+    def __init__(self, seed: int, mixture=MIXTURE):
+        self.rng, self.names = np.random.default_rng(seed), list(mixture)
+        self.shares = np.array(list(mixture.values())) / sum(mixture.values())
+        self.envs = {name: games(name) for name in mixture}
 
     def episode(self):
-        name = str(self.rng.choice(list(MIXTURE), p=list(MIXTURE.values())))
+        name = str(self.rng.choice(self.names, p=self.shares))
         env = self.envs[name][self.rng.integers(len(self.envs[name]))]
         turns, _ = demonstration(name, env, int(self.rng.integers(WARMUP_SEEDS.start, WARMUP_SEEDS.stop)), self.rng)
         return env.instruction, turns
@@ -370,8 +372,8 @@ def train(args):
 
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    stream = Stream(args.seed)
-    texts = (f"{i}\n{o}\n{r}" for i, turns in (stream.episode() for _ in range(3000)) for o, r in turns)
+    words = Stream(args.seed)  # the vocabulary is that of all games, also where some are trained on more
+    texts = (f"{i}\n{o}\n{r}" for i, turns in (words.episode() for _ in range(3000)) for o, r in turns)
     tokenizer = train_tokenizer(texts, args.vocab)
     if args.resume:
         from nanoragen.model import load
@@ -381,6 +383,7 @@ def train(args):
     else:
         model = new_model(tokenizer, args.hidden, args.layers)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}", flush=True)
+    stream = Stream(args.seed + 1, MIXTURE | cli.options(args.shares))
     # Muon for the matrices of the blocks (about half the steps of AdamW here), AdamW for the rest.
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -430,6 +433,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m nanoragen.warmup", description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--out", required=True, help="folder of the new model")
     parser.add_argument("--resume", help="go on from this model folder, with a vocabulary of today's games")
+    parser.add_argument("--shares", default="", help="of the games, as in webshop=1.5,bandit=0.2; others keep theirs")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=6144, help="tokens of a batch")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -439,7 +443,15 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save_every", type=int, default=500)
-    train(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    try:
+        shares = cli.options(args.shares)
+    except ValueError as e:
+        parser.error(str(e).replace("env_options", "shares"))
+    for name, share in shares.items():
+        if name not in MIXTURE or not isinstance(share, (int, float)) or not 0 < share < 1e6:
+            parser.error(f"shares: {name}={share}; valid: {', '.join(MIXTURE)}, each a number above 0")
+    train(args)
 
 
 if __name__ == "__main__":
