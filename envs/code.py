@@ -105,7 +105,9 @@ class Code(TextEnv):
         return "\n".join([self.task.text, *tests, *([self.remark] if self.remark else [])])
 
     def random_action(self, rng) -> str:
-        """Always the result of one of the shown tests."""
+        """Always the result of one of the shown tests; None where none is shown."""
+        if not self.shown:
+            return f"def {self.task.call}(*_): return None" if self.task.call else "print(None)"
         output = self.shown[rng.integers(len(self.shown))][1][0]
         return f"def {self.task.call}(*_): return {output!r}" if self.task.call else f"print({output!r})"
 

@@ -49,6 +49,7 @@ def tasks_from(path, max_tests: int) -> list[Task]:
     for task in tasks:
         hidden = sorted(task.tests[task.public :], key=lambda t: -len(json.dumps(t[0])))
         task.tests = task.tests[: task.public] + hidden[: max(0, max_tests - task.public)]
+        task.public = min(task.public, len(task.tests) - 1)  # one stays hidden: all shown, printing the outputs would be right
     return tasks
 
 
@@ -71,6 +72,8 @@ def task_of(row: dict) -> Task:
         )
     if isinstance(tests, dict):
         name = tests.get("fn_name") or name
+        if len(tests["inputs"]) != len(tests["outputs"]) or not tests["inputs"]:
+            raise ValueError(f"{len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs; valid: as many, at least one")
         tests = [{"input": i, "output": o} for i, o in zip(tests["inputs"], tests["outputs"])]
     first = tests[0]
     kind = first.get("testtype") or first.get("type") or ("function_call" if name else "stdin")

@@ -18,7 +18,7 @@ def read_rows(path, read) -> list:
     ValueError names the file and the first row (from 1) that cannot be used.
     """
     try:
-        text = Path(str(path)).read_text(encoding="utf-8")  # a name like 7 came as a number
+        text = Path(str(path)).read_text(encoding="utf-8-sig")  # a name like 7 came as a number
         rows = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"data: {path} cannot be read ({getattr(e, 'strerror', None) or e}); valid: a JSON or JSONL file") from e
@@ -33,7 +33,8 @@ def read_rows(path, read) -> list:
         except KeyError as e:
             raise ValueError(f"data: {path}, row {n}: no {e.args[0]!r}") from e
         except ValueError as e:
-            raise ValueError(f"data: {path}, row {n}: {e}") from e
-        except (TypeError, AttributeError, LookupError, RecursionError) as e:  # a list where a text belongs, and the like
+            raise ValueError(f"data: {path}, row {n}: {' '.join(str(e).split())}") from e
+        # a list where a text belongs, and the like
+        except (TypeError, AttributeError, LookupError, RecursionError, OverflowError, MemoryError) as e:
             raise ValueError(f"data: {path}, row {n}: is not in a form that is known ({e})") from e
     return found

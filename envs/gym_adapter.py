@@ -33,7 +33,7 @@ class GymText(TextEnv):
 
     def __init__(self, id, actions="", success_above=0, **options):
         super().__init__()
-        if not isinstance(success_above, (int, float)):
+        if not isinstance(success_above, (int, float)) or success_above != success_above:
             raise ValueError(f"success_above: {success_above!r}; valid: a number")
         try:
             self.env = gymnasium.make(id, disable_env_checker=True, **options)
@@ -50,8 +50,9 @@ class GymText(TextEnv):
         if not isinstance(taken, (spaces.Discrete, spaces.Text)):
             raise ValueError(f"env: gym:{id} takes {type(taken).__name__} actions; valid: text or discrete ones")
         if isinstance(taken, spaces.Discrete):
-            self.actions = tuple(actions.split("/")) if actions else tuple(map(str, range(int(taken.n))))
-            if len(self.actions) != taken.n or len({a.lower() for a in self.actions}) != taken.n:
+            self.actions = tuple(str(actions).split("/")) if actions else tuple(map(str, range(int(taken.n))))
+            said = {a.strip().lower() for a in self.actions} - {""}
+            if len(self.actions) != taken.n or len(said) != taken.n or any("||" in a for a in said):  # || divides two actions
                 raise ValueError(f"actions: {actions!r} for gym:{id}; valid: {taken.n} different names with / between them")
             ways = f"Actions: {', '.join(self.actions)}."
         elif actions:

@@ -30,11 +30,13 @@ FRACTION = re.compile(r"\\[dt]?frac ?(?:\{ ?([^{} ]+) ?\}|([0-9])) ?(?:\{ ?([^{}
 SPELLINGS = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*"})
 WRAPPERS = re.compile(
     r"\$\$?(.*?)\$?\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|\\(?:text|textbf|mathrm|mbox|mathbf)\{([^{}]*)\}"
-    r"|(?:the )?(?:final )?answer(?: is)?:? (.*)|[a-z] ?(?:=|\\in(?![a-z])) ?(.*)",
+    r"|(?:the )?(?:final )?answer(?: is)?:? (.*)|[a-z] ?(?:=|\\in(?![a-z])) ?([^=]*)",
     re.DOTALL | re.IGNORECASE,
 )
-UNIT = re.compile(r"(.*[0-9}]) ?(?:\\(?:text|mbox|mathrm)\{ ?([^{}]*)\}|\^\{?\\circ\}?|°)", re.DOTALL)
-GUESSES = re.compile(r"[<>≤≥≠±≈]|\\(?:leq?|geq?|neq?|pm|mp|approx|sim|lt|gt)(?![a-z])|\?")
+UNIT = re.compile(r"(.*[0-9}]) ?(?:\\(?:text|mbox|mathrm)\{ ?([^{}]*)\}(\^\{?[0-9]\}?)?|\^\{?\\circ\}?|°)", re.DOTALL)
+REPEATING = re.compile(r"([0-9]+)\.([0-9]*)\\overline\{([0-9]+)\}")
+WORD = r"[a-zA-Z](?:\.?[a-zA-Z])+"  # a.m. is one
+GUESSES = re.compile(r"[<>≤≥≠±≈$]|(?<!\\)\\[()\[\]]|\\(?:leq?|geq?|neq?|pm|mp|approx|sim|lt|gt)(?![a-z])|\?")
 
 
 def same(answer: str, gold: str) -> bool:
@@ -47,7 +49,7 @@ def same(answer: str, gold: str) -> bool:
     answer, gold = unwrap(answer), unwrap(gold)
     if not answer:
         return False
-    if re.sub(r"\s+", "", answer) == re.sub(r"\s+", "", gold):
+    if _closed_up(answer) == _closed_up(gold):
         return True
     if gold.isalpha() and len(gold) > 1:  # a word
         return answer.lower() == gold.lower()
@@ -57,6 +59,11 @@ def same(answer: str, gold: str) -> bool:
     if number(answer) is None and not _one_claim(answer, gold):
         return False
     return ask(answer, gold)
+
+
+def _closed_up(text: str) -> str:
+    """A text without white space, but where that divides two digits: 1 1/2 is not 11/2."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text.strip())
 
 
 def number(text: str) -> Fraction | None:
@@ -70,6 +77,9 @@ def number(text: str) -> Fraction | None:
     if match := PLAIN.fullmatch(re.sub(r" ?(\*|\\times|\\cdot|x) ?10\^", r"\g<1>10^", text)):
         mantissa = Fraction(match[1].replace(",", "").rstrip("."))
         return sign * mantissa * Fraction(10) ** int(match[2] or 0)
+    if match := REPEATING.fullmatch(text):
+        whole, once, again = match.groups()
+        return sign * (Fraction(f"{whole}.{once}0") + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once)))
     if match := MIXED.fullmatch(text):
         whole, over, under = (int((g or "0").replace(",", "")) for g in match.groups())
         if under and (match[1] is None or over < under):  # a mixed number's fraction is a proper one
@@ -115,7 +125,7 @@ def without_unit(answer: str, unit: str) -> str:
 
 def _split_unit(text: str) -> tuple[str, str]:
     match = UNIT.fullmatch(text)
-    return (match[1], (match[2] or "").strip() or "°") if match else (text, "")
+    return (match[1], (match[2] or "").strip() + (match[3] or "") or "°") if match else (text, "")
 
 
 def _value_and_unit(gold: str):
@@ -138,11 +148,14 @@ def _same_number(answer: str, gold: str, value: Fraction) -> bool:
 
 def _one_claim(answer: str, gold: str) -> bool:
     """Whether an answer states one thing, of the kind that `gold` is: no words, no second side, no range, no other order."""
-    words = set(re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", re.sub(r"\\[a-zA-Z]+", " ", answer)))
-    known = set(re.findall(r"[a-zA-Z]{2,}", gold)) | {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "infty", "inf"}
+    words = set(re.findall(rf"(?<![\\a-zA-Z]){WORD}", re.sub(r"\\[a-zA-Z]+", " ", answer)))
+    known = set(re.findall(WORD, gold)) | {"pi", "sqrt", "sin", "cos", "tan", "log", "ln", "infty", "inf"}
     if not words <= known or ("=" in answer) > ("=" in gold):
         return False
     if set(GUESSES.findall(answer)) - set(GUESSES.findall(gold)):
+        return False
+    bases = [set(re.findall(r"(?<=[0-9A-F])_\{?([0-9]+)", t)) for t in (answer, gold)]
+    if not bases[0] <= bases[1] or answer.count("'") != gold.count("'"):  # math-verify reads neither
         return False
     paired = re.match(r"(?:\\left)?[(\[]", gold) and "," in gold
     return not paired or bool(re.match(r"(?:\\left)?[(\[]", answer))

@@ -115,21 +115,28 @@ def word_problem(rng, level: int) -> tuple[str, str]:
     return " ".join([*said, f"How many {thing} does {who} have now?"]), str(amount)
 
 
+def _with_braces(solution: str) -> str:
+    r"""A solution of MATH with every box as \boxed{...}: some rows have \fbox{...}, or \boxed 9 up to the next dollar sign."""
+    return re.sub(r"\\boxed ([^$]*)", r"\\boxed{\1}", re.sub(r"\\(?:fbox|boxed)\s*\{", r"\\boxed{", solution))
+
+
 def question_and_answer(row: dict) -> tuple[str, str]:
     """(question, answer) of a row of GSM8K, MetaMathQA or MATH. ValueError where the answer cannot be found."""
     formats = (  # question, solution, how the solution ends
         ("question", "answer", lambda text: re.findall(r"####(.*)", text)),
         ("query", "response", lambda text: re.findall(r"The answer is:?(.*)", text)),
-        ("problem", "solution", boxed),
+        ("problem", "solution", lambda text: boxed(_with_braces(text))),
     )
     for question, solution, find in formats:
         if question in row and solution in row:
+            if not (isinstance(row[question], str) and row[question].strip()):
+                raise ValueError(f"{question!r} is {row[question]!r:.80}; valid: text")
             found = find(str(row[solution]))
             if not (found and found[-1].strip()):
                 raise ValueError(
                     f"no answer in its {solution!r}; valid: '#### 42', 'The answer is: 42' or \\boxed{{42}}, by format"
                 )
-            return str(row[question]).strip(), found[-1].strip()
+            return row[question].strip(), found[-1].strip()
     raise ValueError(
         "neither question/answer (GSM8K), query/response (MetaMathQA) nor problem/solution (MATH); valid: one of these"
     )

@@ -59,11 +59,18 @@ def make(name: str, **options):
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"env: {name} has no option {key!r}; {hint}valid: {', '.join(valid) or 'none'}")
     try:
-        return cls(**options)
+        env = cls(**options)
     except ValueError:  # says it itself
         raise
     except (Exception, SystemExit) as e:
         raise ValueError(f"env: {name} cannot be made ({type(e).__name__}: {e}); valid: options that it takes") from e
+    for key, value in options.items():
+        switch = isinstance(inspect.signature(cls).parameters[key].default, bool)
+        if switch != isinstance(value, bool):  # "no" would count as true, and true as 1
+            raise ValueError(
+                f"{key}: {value!r} is not possible in {name}; valid: {'true, false' if switch else 'no true or false'}"
+            )
+    return env
 
 
 for _name, _cls in _CLASSES.items():

@@ -23,7 +23,10 @@ class Index:
             raise ValueError("env: this one searches with bm25s, which is not here; valid: pip install 'nanoragen[envs]'") from e
         self._split = lambda texts: bm25s.tokenize(texts, token_pattern=WORD, stopwords="en", return_ids=False, show_progress=False)
         self._bm25 = bm25s.BM25(method="lucene", backend="numpy")
-        self._bm25.index(self._split(texts), show_progress=False)
+        words = self._split(texts)
+        if not any(words):
+            raise ValueError("env: there are no words in the texts to search in; valid: at least one that is no stop word")
+        self._bm25.index(words, show_progress=False)
 
     def search(self, query: str, k: int) -> list[int]:
         """Numbers of at most k texts that share a word with the query, best first."""

@@ -13,6 +13,7 @@ Left out: a retriever with embeddings (RAGEN's server has one), and answers judg
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 
@@ -119,7 +120,7 @@ class SearchQA(TextEnv):
 
 def normal(text: str) -> str:
     """SQuAD's normalisation: "The  Vel!" -> "vel"."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    text = "".join(c for c in unicodedata.normalize("NFC", text).lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 

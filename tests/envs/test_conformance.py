@@ -243,13 +243,22 @@ def test_e1_same_arguments_same_seeds():
     assert train_seeds(3, 7, 50) != train_seeds(3, 8, 50) and train_seeds(3, 7, 50) != train_seeds(4, 7, 50)
 
 
-@pytest.mark.parametrize(
-    "wrong, near", [("sokobann", "sokoban"), ("frozenlake", "frozen_lake"), ("countdwn", "countdown")]
-)
+@pytest.mark.parametrize("wrong, near", [("sokobann", "sokoban"), ("frozenlake", "frozen_lake"), ("countdwn", "countdown")])
 def test_unknown_name_gives_the_nearest(wrong, near):
     with pytest.raises(ValueError, match=f"^env: .*did you mean '{near}'.*valid: ") as error:
         registry.make(wrong)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, key, value, valid",
+    [("frozen_lake", "is_slippery", "maybe", "true, false"), ("frozen_lake", "random_start", 0, "true, false"),
+     ("sokoban", "boxes", True, "no true or false"), ("countdown", "low", True, "no true or false")],
+)  # fmt: skip
+def test_switches_are_true_or_false_and_numbers_are_not(name, key, value, valid):
+    with pytest.raises(ValueError, match=f"^{key}: {value!r} is not possible in {name}; valid: {valid}$"):
+        registry.make(name, **{key: value})
+    assert registry.make("frozen_lake", is_slippery=True).reset(seed=0)
 
 
 @pytest.mark.parametrize("wrong, near", [("boxs", "boxes"), ("hieght", "height")])

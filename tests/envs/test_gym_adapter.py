@@ -150,7 +150,11 @@ def test_it_is_played_like_any_other():
         ("gym:CartPole-v1", {}, "env: gym:CartPole-v1 shows Box observations"),
         ("gym:FrozenLake-v1", {"actions": "a/b"}, "actions: 'a/b'"),
         ("gym:FrozenLake-v1", {"actions": "a/b/c/A"}, "actions: 'a/b/c/A'"),
+        ("gym:FrozenLake-v1", {"actions": 5}, "actions: 5"),
+        ("gym:FrozenLake-v1", {"actions": "a/b/c/"}, "actions: 'a/b/c/'"),
+        ("gym:FrozenLake-v1", {"actions": "a/b/c/d||e"}, "actions: 'a/b/c/d"),
         ("gym:FrozenLake-v1", {"success_above": "x"}, "success_above: 'x'"),
+        ("gym:FrozenLake-v1", {"success_above": float("nan")}, "success_above: nan"),
         ("gym:nanoragen/Bandit-v0", {"actions": "a/b"}, "actions: 'a/b', but"),
     ],
 )

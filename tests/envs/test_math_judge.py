@@ -59,6 +59,9 @@ verify = pytest.mark.skipif(not math_judge.installed(), reason="math-verify is n
         ("The answer is 42.", 42),
         ("Answer: **42**", 42),
         ("Final answer: $\\boxed{42}$", 42),
+        ("0.\\overline{3}", Fraction(1, 3)),
+        ("-1.2\\overline{34}", Fraction(-611, 495)),
+        ("0.\\overline{01}", Fraction(1, 99)),
     ],
 )
 def test_numbers_are_read_exactly(text, value):
@@ -168,6 +171,21 @@ def test_boxes_count_their_braces():
         ("90", "90^\\circ", True),
         ("90^{\\circ}", "90^\\circ", True),
         ("3 dozen", "3", False),
+        ("10\\text{ cm}^2", "10\\text{ cm}^2", True),
+        ("10 cm^2", "10\\text{ cm}^2", True),
+        ("10", "10\\text{ cm}^2", True),
+        ("10\\text{ cm}^3", "10\\text{ cm}^2", False),
+        ("10\\text{ cm}", "10\\text{ cm}^2", False),
+        # white space that divides two numbers
+        ("11/2", "1 1/2", False),
+        ("2 2/3", "22/3", False),
+        ("4 2", "42", False),
+        ("1 1/2", "1 1/2", True),
+        ("( 1 , 2 )", "(1,2)", True),
+        # repeating decimals
+        ("0.\\overline{4}", "0.\\overline{3}", False),
+        ("0", "0.\\overline{3}", False),
+        ("1/3", "0.\\overline{3}", True),
         # words
         ("monday", "\\text{Monday}", True),
         ("Monday or Tuesday", "\\text{Monday}", False),
@@ -205,6 +223,16 @@ def test_verdicts(answer, gold, right):
         ("NaN", "\\sqrt{2}", False),
         ("\\infty", "\\sqrt{2}", False),
         ("3 = \\sqrt{2}", "\\sqrt{2}", False),
+        # what math-verify passes over
+        ("2516_7", "2516_8", False),
+        ("2516_{8}", "2516_8", True),
+        ("x'", "x", False),
+        ("x=2,y=3", "x=3,y=2", False),
+        ("y = 2 , x = 3", "x=3,y=2", True),
+        ("\\sqrt{3}$ $\\sqrt{2}", "\\sqrt{2}", False),
+        ("\\(\\sqrt{3}\\) \\(\\sqrt{2}\\)", "\\sqrt{2}", False),
+        ("11:30 \\text{ a.m.}", "11:30 \\text{ p.m.}", False),
+        ("11:30 \\text{ p.m.}", "11:30 \\text{ p.m.}", True),
     ],
 )
 def test_verdicts_of_math_verify(answer, gold, right):

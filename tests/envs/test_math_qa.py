@@ -98,6 +98,18 @@ def test_rows_of_the_data_sets(row, question, answer):
     assert question_and_answer(row) == (question, answer)
 
 
+@pytest.mark.parametrize(
+    "end, answer", [("\\fbox{7}.", "7"), ("$x = \\boxed 9$.", "9"), ("\\boxed {12}", "12"), ("$\\boxed \\frac12$", "\\frac12")]
+)
+def test_boxes_as_some_rows_of_math_have_them(end, answer):
+    assert question_and_answer({"problem": "p", "solution": f"So {end}"}) == ("p", answer)
+
+
+def test_a_file_with_a_byte_order_mark_and_the_line_ends_of_windows(tmp_path):
+    (tmp_path / "d").write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(GSM8K)}\r\n{json.dumps(META)}\r\n".encode())
+    assert len(MathQA(data=str(tmp_path / "d")).rows) == 2
+
+
 def test_e14_text_after_the_answer_line():
     long = {"question": "q", "answer": "#### 42\n" + "x" * 500}
     assert question_and_answer(long) == ("q", "42")
@@ -153,6 +165,7 @@ def test_expressions_without_the_library_name_the_extra(tmp_path, monkeypatch):
         (json.dumps(GSM8K) + '\n{"question": "q", "answer": "42"}', "row 2: no answer"),
         ('{"problem": "p", "solution": "\\\\boxed{1"}', "row 1: no answer"),
         ('{"query": "p", "response": "The answer is: "}', "row 1: no answer"),
+        ('{"question": null, "answer": "#### 4"}', "row 1: 'question' is None"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, text, message):

@@ -61,11 +61,17 @@ def finish(text, *answers, score="em"):
         ("yes no", "yes", False),
         ("no", "yes", False),
         ("Ünal", "ünal", True),
+        ("U\u0308nal", "Ünal", True),  # two characters that are shown as one
     ],
 )
 def test_exact_match(text, known, right):
     assert exact(text, known) is right
     assert finish(text, known) == (float(right), right)
+
+
+def test_texts_without_a_word_to_search_for():
+    with pytest.raises(ValueError, match="^env: there are no words in the texts .*valid: "):
+        Index(["the: a of"])
 
 
 @pytest.mark.parametrize("text", ["the", "!", " a an the ", "...", "\u3000"])
@@ -102,7 +108,11 @@ def test_another_number_is_another_answer_whatever_its_signs():
         assert finish(right, "1871") == (1.0, True)
     for wrong in ("18.71", "-1871", "1.871", "18,71", "1871.5", "187-1", "18 71", "0.1871"):
         assert finish(wrong, "1871") == (0.0, False), wrong
-    assert finish("-3.5", "-3.5") == (1.0, True) and finish("3.5", "-3.5") == (0.0, False) and finish("1700-1800", "1700-1800") == (1.0, True)
+    assert (
+        finish("-3.5", "-3.5") == (1.0, True)
+        and finish("3.5", "-3.5") == (0.0, False)
+        and finish("1700-1800", "1700-1800") == (1.0, True)
+    )
 
 
 def test_any_of_several_answers_will_do():
