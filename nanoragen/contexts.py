@@ -19,7 +19,7 @@ import torch
 from nanoragen.draw import Draw
 
 # A leg ends where at least this share of its rows, and this many, have ended, with this many columns still to come.
-LEG_SHARE, LEG_ROWS, LEG_COLUMNS = 0.25, 8, 4
+LEG_SHARE, LEG_ROWS, LEG_COLUMNS = 0.5, 8, 4
 
 
 class PlainContexts:

@@ -110,14 +110,14 @@ def test_turns_without_a_second_leg(ends, B, max_tokens, lengths, calls, many_le
 
 
 def test_a_leg_ends_where_that_pays():
-    """A quarter of the rows, at least eight, four columns before the last: worked out from the lengths of the replies."""
+    """Half of the rows, at least eight, four columns before the last: worked out from the lengths of the replies."""
     B, limit = 40, 24
     lengths, calls = both(model_of("qwen2"), EVERY_FIFTH, B, max_tokens=limit, leave=False, turns=3)
     for n, rows in zip(lengths, calls):
         going, want = sorted(n), [B]
         for column in range(1, limit):
             ended = sum(length <= column for length in going)
-            if ended < len(going) and ended >= max(8, len(going) / 4) and limit - column >= 4:
+            if ended < len(going) and ended >= max(8, len(going) / 2) and limit - column >= 4:
                 going = going[ended:]
                 want.append(len(going))
         assert rows == want and len(want) > 1
@@ -125,8 +125,8 @@ def test_a_leg_ends_where_that_pays():
 
 
 def test_when_a_leg_ends():
-    """Of 40 rows ten must have ended, of 12 eight; what ended before is not forgotten, nor padding counted."""
-    for B, enough in ((40, 10), (12, 8)):
+    """Of 40 rows twenty must have ended, of 12 eight; what ended before is not forgotten, nor padding counted."""
+    for B, enough in ((40, 20), (12, 8)):
         leave, ids = contexts._Leave(torch.tensor([1, 4]), last=20), torch.full((B, 8), 7)
         for row in range(enough):  # one ends at each token
             ids[:row, -1], ids[row, -1] = 0, (1, 4)[row % 2]
