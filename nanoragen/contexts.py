@@ -19,7 +19,7 @@ import torch
 from nanoragen.draw import Draw
 
 # A leg ends where at least this share of its rows, and this many, have ended, with this many columns still to come.
-LEG_SHARE, LEG_ROWS, LEG_COLUMNS = 0.25, 8, 4
+LEG_SHARE, LEG_ROWS, LEG_COLUMNS = 0.5, 8, 4
 
 
 class PlainContexts:
@@ -68,6 +68,7 @@ class CachedContexts(PlainContexts):
 
     def sample(self, turn: int, luck) -> list[list[int]]:
         ends, limit = self.chat.end_ids, self.sampling.max_tokens
+        end_ids = torch.tensor(ends, device=self.model.device)
         ids, mask = _pad_left(self.contexts, _pad_id(self.chat), self.model.device)
         self._arrange(ids.shape[1])
         self.replies, self.values = [[] for _ in ids], [[] for _ in ids]
@@ -76,7 +77,7 @@ class CachedContexts(PlainContexts):
             C = ids.shape[1]
             out, values = _generate(
                 self.model, self.chat, self.sampling, turn, [luck[i][done:] for i in row_of[: len(ids)]],
-                input_ids=ids, attention_mask=mask, stopping_criteria=[_Leave(torch.tensor(ends, device=ids.device), C + limit - done)],
+                input_ids=ids, attention_mask=mask, stopping_criteria=[_Leave(end_ids, C + limit - done)],
                 **{self.cache_name: self.cache},
             )  # fmt: skip
             new = _cut(out[:, C:], ends)
@@ -117,15 +118,12 @@ class CachedContexts(PlainContexts):
 
     def _leave(self, going: list[int], row_of: list[int], ids, mask):
         """Rows `going` change places with those before them that have ended. Returns the ids and masks of those that go on."""
-        n, device = len(going), ids.device
-        back = [row for row in going if row >= n]
-        front = sorted(set(range(n)) - set(going))
+        n, order = len(going), list(range(len(ids)))
+        front, back = sorted(set(range(n)) - set(going)), [row for row in going if row >= n]
         for a, b in zip(front, back):
-            row_of[a], row_of[b] = row_of[b], row_of[a]
-        index = list(range(n))
-        for a, b in zip(front, back):
-            index[a] = b
-        index, front, back = (torch.tensor(x, dtype=torch.long, device=device) for x in (index, front, back))
+            order[a], order[b] = b, a
+        row_of[: len(ids)] = [row_of[row] for row in order]
+        index, front, back = (torch.tensor(x, dtype=torch.long, device=ids.device) for x in (order[:n], front, back))
         for layer in self.cache.layers:
             layer.swap(front, back, n)
         return ids[index], mask[index]
@@ -134,7 +132,7 @@ class CachedContexts(PlainContexts):
 class _Leave:
     """A stopping criterion for `generate`, called after each token: has so much ended that it pays to go on without it?
 
-    last: the columns there can be. Nothing here waits for the device.
+    end_ids: a tensor. last: the columns there can be. Nothing here waits for the device.
     """
 
     def __init__(self, end_ids, last: int):

@@ -16,7 +16,7 @@ from nanoragen.rollout import Sampling
 
 TOKENIZER = byte_tokenizer()
 V = len(TOKENIZER)
-EVERY_FIFTH, ALL, NONE = list(range(0, V, 5)), list(range(V)), [V + 1]
+EVERY_FIFTH, ALL, NONE = list(range(1, V, 5)), list(range(V)), [V + 1]
 
 
 def model_of(kind):
@@ -48,7 +48,7 @@ def prompts(B, seed=0):
 
 
 def both(model, ends, B, *, max_tokens=12, turns=4, temperature=1.0, leave=True):
-    """Play turns both ways, compare them, and return the lengths of the replies [turns][rows] and the rows of each call [turns][]."""
+    """Play both ways and compare. Returns the lengths of the replies [turns][rows] and the rows of each call [turns][]."""
     chat = SimpleNamespace(tokenizer=TOKENIZER, end_ids=ends)
     sampling, rng = Sampling(max_tokens=max_tokens, temperature=temperature), np.random.default_rng(1)
     inner, calls, lengths = model.generate, [], []
@@ -93,8 +93,8 @@ def test_legs_draw_and_note_what_the_twin_does(kind, temperature, many_legs):
 
 
 def test_nobody_leaves_and_the_rows_change_places(many_legs):
-    """The rows are in another order after each turn, and all play on."""
-    lengths, calls = both(model_of("llama"), EVERY_FIFTH, 7, leave=False, turns=5)
+    """The rows are in another order after each turn, and all play on. Here the padding id is one of those that end a turn."""
+    lengths, calls = both(model_of("llama"), [TOKENIZER.pad_token_id, *EVERY_FIFTH], 7, leave=False, turns=5)
     assert all(len(turn) == 7 for turn in lengths) and all(len(rows) > 1 for rows in calls)
 
 
@@ -110,22 +110,34 @@ def test_turns_without_a_second_leg(ends, B, max_tokens, lengths, calls, many_le
 
 
 def test_a_leg_ends_where_that_pays():
-    """A quarter of the rows, at least eight, four columns before the last: worked out from the lengths of the replies."""
+    """Half of the rows, at least eight, four columns before the last: worked out from the lengths of the replies."""
     B, limit = 40, 24
     lengths, calls = both(model_of("qwen2"), EVERY_FIFTH, B, max_tokens=limit, leave=False, turns=3)
     for n, rows in zip(lengths, calls):
         going, want = sorted(n), [B]
         for column in range(1, limit):
             ended = sum(length <= column for length in going)
-            if ended < len(going) and ended >= max(8, len(going) / 4) and limit - column >= 4:
+            if ended < len(going) and ended >= max(8, len(going) / 2) and limit - column >= 4:
                 going = going[ended:]
                 want.append(len(going))
         assert rows == want and len(want) > 1
     assert both(model_of("qwen2"), EVERY_FIFTH, 7, leave=False)[1] == [[7]] * 4  # never for fewer than eight
 
 
+def test_when_a_leg_ends():
+    """Of 40 rows twenty must have ended, of 12 eight; what ended before is not forgotten, nor padding counted."""
+    for B, enough in ((40, 20), (12, 8)):
+        leave, ids = contexts._Leave(torch.tensor([1, 4]), last=20), torch.full((B, 8), 7)
+        for row in range(enough):  # one ends at each token
+            ids[:row, -1], ids[row, -1] = 0, (1, 4)[row % 2]
+            assert leave(ids, None).tolist() == [row + 1 == enough or r <= row for r in range(B)]
+    for column, left in ((5, True), (6, False)):  # four columns to come, or three
+        leave = contexts._Leave(torch.tensor([1, 4]), last=9)
+        assert leave(torch.tensor([[7] * (column - 1) + [4]] * 9 + [[7] * column]), None).tolist() == [True] * 9 + [left]
+
+
 def test_no_row_is_decoded_after_its_end(many_legs):
-    """Forward passes of one token: as many rows as ids were sampled but the first and the last of each reply, and the one of the leg."""
+    """Every leg begins with one new column, so the rows of all forward passes are as many as the sampled ids."""
     model, shapes = model_of("qwen2"), []
     chat = SimpleNamespace(tokenizer=TOKENIZER, end_ids=EVERY_FIFTH)
     with sampling_mode(model):
