@@ -244,8 +244,10 @@ def policy_loss(logprob, old_logprob, advantage, weight, entropy, ref_logprob, c
 def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob, c: Config, rng, progress):
     """`epochs` passes of `minibatches` clipped updates over the kept episodes. advantage, ref_logprob (or None) [B, T].
 
-    kept_rows [kept] long: episodes with a sampled token. Dropped episodes are not in any sum or any denominator. Returns the mean
-    of each logged quantity over the updates; an update that is not finite is left out, and `nonfinite` names the first of them.
+    kept_rows [kept] long: episodes with a sampled token. Dropped episodes are not in any sum or any denominator. Kept ones whose
+    advantage is 0 are in the denominator alone: without KL and bonus their gradient is exactly 0, and they are not run. Returns the
+    mean of each logged quantity over the updates, of the episodes that were run; an update that is not finite is left out, and
+    `nonfinite` names the first of them.
     """
     import torch
 
@@ -256,9 +258,10 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     length = batch.mask.sum(1)  # sampled tokens of each episode [B]
     kept_share = len(kept_rows) / len(advantage)
     scale = {"none": 1.0, "linear": kept_share, "sqrt": math.sqrt(kept_share)}[c.filter_loss_scale]
+    runs = (advantage != 0).any(1).cpu() | bool(c.beta or c.entropy_coef)  # [B]
     if several:
         progress("score")
-        old = score_all(model, batch, kept_rows, c)
+        old = score_all(model, batch, kept_rows[runs[kept_rows]], c)
     logs, bad = [], []
     for epoch in range(c.epochs):
         order = kept_rows[torch.from_numpy(rng.permutation(len(kept_rows)))]
@@ -267,7 +270,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             progress(name)
             total, broken, weight = {}, "", torch.zeros(len(length), device=device)
             weight[minibatch] = token_weight(length[minibatch], c)
-            for rows in micro_batches(batch, distributed.share(minibatch), c.micro_batch, c.micro_tokens):
+            for rows in micro_batches(batch, distributed.share(minibatch[runs[minibatch]]), c.micro_batch, c.micro_tokens):
                 with autocast(device, c.dtype):
                     logprob, entropy, row = score(model, batch, rows, c.temperature)
                 sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order
@@ -280,8 +283,12 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
                 total = {k: total.get(k, 0.0) + v for k, v in part.items()}
             distributed.sum_gradients(model.parameters())  # under torchrun each process has a share of the minibatch
             total = distributed.add_up(total)
-            share = total.pop("weight")
+            share = total.pop("weight", None)
             total = {k: v if k == "loss" else v / share for k, v in total.items()}
+            if share is None:  # nothing was run; a gradient of 0 is not no gradient: the optimiser moves on by its momentum
+                total["loss"] = 0.0
+                for p in (p for group in optimizer.param_groups for p in group["params"]):
+                    p.grad = torch.zeros_like(p)
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
             if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights

@@ -145,6 +145,52 @@ def test_dropped_groups_dilute_nothing(tiny, beta):
         assert (scaled - factor * want).norm() < 1e-5 * want.norm()
 
 
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"])
+def test_episodes_without_advantage_are_not_run_and_still_count(tiny, monkeypatch, aggregation):
+    """The gradient is that of the loss over all eight, written out; with a bonus, whose gradient is not 0, all are run."""
+    model, _ = tiny
+    found, advantage = episodes(8), torch.tensor([0.5, -1.0, 0, 0, 0, 0, 0, 2.0])
+    c, ran, own = settings(aggregation=aggregation, loss_length=10), [], train.score
+    monkeypatch.setattr(train, "score", lambda model, batch, rows, t: (ran.extend(rows.tolist()), own(model, batch, rows, t))[1])
+    got, log = gradient(model, found, range(8), advantage, c)
+    assert sorted(ran) == [0, 1, 7] and log["nonfinite_updates"] == 0
+
+    tokens, loss = [e.num_tokens for e in found], 0.0
+    weight = {
+        "seq_mean_token_mean": [1 / 8 / n for n in tokens],
+        "token_mean": [1 / sum(tokens)] * 8,
+        "seq_mean_token_sum": [1 / 8] * 8,
+        "seq_mean_token_sum_norm": [1 / 80] * 8,
+    }[aggregation]
+    for e, a, w in zip(found, advantage.tolist(), weight):
+        logprob = model(input_ids=torch.tensor([e.ids])).logits[0, :-1].log_softmax(-1)
+        chosen = logprob.gather(1, torch.tensor(e.ids)[1:, None])[:, 0][torch.tensor(e.mask)[1:] == 1]
+        loss = loss - w * a * chosen.sum()
+    model.zero_grad()
+    loss.backward()
+    want = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (got - want).norm() < 1e-5 * want.norm()
+
+    ran.clear()
+    gradient(model, found, range(8), advantage, replace(c, entropy_coef=0.1))
+    assert sorted(ran) == list(range(8))
+
+
+def test_an_update_of_which_nothing_is_run_still_moves_by_momentum(tiny):
+    model, _ = tiny
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    batch, c = make_batch(episodes(8), 0), Config(minibatches=1)
+    updated(model, optimizer, scheduler, batch, torch.linspace(-1, 1, 8), c)
+    weight = model.get_input_embeddings().weight
+    m, v, before = (t.clone() for t in (*(optimizer.state[weight][k] for k in ("exp_avg", "exp_avg_sq")), weight.detach()))
+    log = updated(model, optimizer, scheduler, batch, torch.zeros(8), c)
+    assert log["loss"] == 0 and log["grad_norm"] == 0 and "entropy" not in log
+    m, v = 0.9 * m, 0.999 * v  # AdamW with a gradient of 0, written out: second step
+    want = before - 0.01 * (m / (1 - 0.9**2)) / ((v / (1 - 0.999**2)).sqrt() + 1e-8)
+    assert torch.allclose(weight, want, atol=1e-7) and not torch.equal(weight, before)
+
+
 def test_observation_positions_get_no_gradient(tiny):
     model, _ = tiny
     batch, seen = make_batch(episodes(2), 0), []
