@@ -415,7 +415,8 @@ def train(args):
             )
         if step % args.save_every == 0 or step == args.steps:
             save(model, tokenizer, out)
-            (out / "warmup.json").write_text(json.dumps({**vars(args), "steps_done": step, "tokens": seen}, indent=1))
+            how = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "threads", "save_every")}
+            (out / "warmup.json").write_text(json.dumps({**how, "steps_done": step, "tokens_seen": seen}, indent=1) + "\n")
 
 
 def save(model, tokenizer, folder: Path):
