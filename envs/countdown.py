@@ -7,16 +7,22 @@ Targets are values of random expressions of the numbers, so every instance can b
 Left out: using only some of the numbers, as in the television game. There is one answer, right or not.
 """
 
+import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+
+import numpy as np
 
 from nanoragen.envs.base import TextEnv, held_out
 from nanoragen.envs.data import read_both, read_rows
 
 MAX_LENGTH = 120  # characters of an expression
 MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatever stack it is called from
+MAX_NUMBER = 1_000_000  # of a file
+CHECKED = 1_000  # up to here it is checked that the numbers of a row make its target: larger values are not exact in floats
 MAX_DRAWS = 10_000  # of an instance; a few are enough for any setting that can be met
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
 
@@ -108,9 +114,29 @@ class Countdown(TextEnv):
 def numbers_and_target(row: dict) -> tuple[list[int], int]:
     """(numbers, target) of a row of a data set. ValueError where they are not what the game is played with."""
     numbers, target = row.get("nums"), row.get("target")
-    if not (isinstance(numbers, list) and 2 <= len(numbers) <= 4 and all(type(n) is int and n >= 1 for n in [*numbers, target])):
-        raise ValueError('valid: {"nums": [44, 19, 35], "target": 98}, with 2 to 4 whole numbers of 1 or more')
+    if not (
+        isinstance(numbers, list)
+        and 2 <= len(numbers) <= 4
+        and all(type(n) is int and 1 <= n <= MAX_NUMBER for n in [*numbers, target])
+    ):
+        raise ValueError('valid: {"nums": [44, 19, 35], "target": 98}, with 2 to 4 whole numbers from 1 to a million')
+    if max(*numbers, target) <= CHECKED and not makes(numbers, target):
+        raise ValueError(f"{numbers} do not make {target}; valid: a target that some expression of them makes")
     return numbers, target
+
+
+def makes(numbers: list[int], target: int) -> bool:
+    """Whether some expression of 2 to 4 numbers is the target, in floats: a file may have half a million rows."""
+
+    def combine(a, b):
+        return np.concatenate([a + b, a - b, b - a, a * b, a / b, b / a])
+
+    first, *others = np.array(list(itertools.permutations(numbers)), float).T[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = [functools.reduce(combine, others, first)]
+        if len(numbers) == 4:
+            values.append(combine(combine(first, others[0])[:, None], combine(others[1], others[2])[None]))
+        return any((abs(v - target) < 1e-6).any() for v in values)
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:

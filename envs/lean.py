@@ -202,7 +202,11 @@ def theorem_of(row: dict) -> Theorem:
         raise ValueError("no statement; valid: statement, and if known header and proof")
     statement = re.sub(r"^\s*(theorem|lemma|example)\s+([^\s:({\[]+)?", "", row["statement"])
     statement = re.sub(r"\s*:=\s*(by)?(\s+sorry)?\s*$", "", statement).strip()
-    return Theorem(statement, str(row.get("header") or ""), [str(t) for t in row.get("proof") or []])
+    if not statement:
+        raise ValueError("an empty statement; valid: as in '(p : Prop) : p → p'")
+    proof = row.get("proof") or []
+    proof = [line.strip() for line in proof.splitlines() if line.strip()] if isinstance(proof, str) else [str(t) for t in proof]
+    return Theorem(statement, str(row.get("header") or ""), proof)
 
 
 def printable(text: str) -> str:

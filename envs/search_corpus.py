@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nanoragen.envs.data import read_both, read_rows
+from nanoragen.envs.data import read_both, read_rows, stamp
 from nanoragen.envs.retrieval import Index
 
 EVERY = 5  # questions that start from one thing in so many are asked in evaluation alone
@@ -142,9 +142,13 @@ def _questions(start, facts, crafts, number) -> Iterator[Question]:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4)
 def from_files(data: str, eval_data: str, corpus: str) -> Library:
-    """Questions and passages from files; the arguments are those of SearchQA."""
+    """Questions and passages from files; the arguments are those of SearchQA. Made once, and again when a file has changed."""
+    return _from_files(data, eval_data, corpus, stamp(data), stamp(eval_data), stamp(corpus))
+
+
+@lru_cache(maxsize=4)
+def _from_files(data: str, eval_data: str, corpus: str, *_stamps) -> Library:
     rows, eval_rows = read_both(data, eval_data, lambda path: read_rows(path, _read_question))
     contexts = [p for row in [*rows, *eval_rows] for p in row[3]]
     passages = read_rows(corpus, _read_passage) if corpus else list(dict.fromkeys(contexts))
