@@ -24,6 +24,8 @@ MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatev
 MAX_NUMBER = 1_000_000  # of a file
 CHECKED = 1_000  # up to here it is checked that the numbers of a row make its target: larger values are not exact in floats
 MAX_DRAWS = 10_000  # of an instance; a few are enough for any setting that can be met
+WRAPPERS = ((r"\boxed{", "}"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
 
 
@@ -75,11 +77,12 @@ class Countdown(TextEnv):
 
     def step(self, action):
         try:
-            value, used = evaluate(str(action))
+            expression, claim = read(str(action))
+            value, used = evaluate(expression)
         except ValueError:
-            value, used = None, []
+            value, used, claim = None, [], None
         valid = value is not None and Counter(used) == Counter(self.numbers) and not self.answered
-        right = valid and value == self.target
+        right = valid and value == self.target and claim in (None, value)
         self.answered, self.right = True, self.right or right
         info = {"success": self.right, "action_is_valid": valid, "action_is_effective": valid}
         return self.render(), 1.0 if right else 0.1 if valid else 0.0, True, False, info
@@ -139,15 +142,39 @@ def makes(numbers: list[int], target: int) -> bool:
         return any((abs(v - target) < 1e-6).any() for v in values)
 
 
+def read(text: str) -> tuple[str, int | None]:
+    r"""(the expression, n) of an answer: "= n" may follow it, and $ $, \boxed{} and the like may be around it, a full stop behind."""
+    if len(text) > MAX_LENGTH:
+        raise ValueError("expression too long")
+    text = _unwrapped(text)
+    claim = re.search(r"=\s*([-−–]?[0-9]+)$", text)
+    if not claim:
+        return text, None
+    return _unwrapped(text[: claim.start()]), int(claim[1].translate(SPELLINGS))
+
+
+def _unwrapped(text: str) -> str:
+    before = None
+    while text != before:
+        before, text = text, text.strip()
+        text = text.removesuffix(".") if not text.endswith("..") else text
+        for start, end in WRAPPERS:
+            if text.startswith(start) and text.endswith(end) and len(text) >= len(start + end):
+                text = text[len(start) : -len(end)]
+    return text
+
+
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """Value of an expression, and the numbers it uses. ValueError for anything that is not one.
 
-    Grammar: sum = product {(+|-) product}; product = atom {(*|/) atom}; atom = number | ( sum ). A trailing "= n" is
-    allowed and ignored, so are leading zeros; there are no signs, powers, decimals or names.
+    Grammar: sum = product {(+|-) product}; product = atom {(*|/) atom}; atom = number | ( sum ). Leading zeros are ignored;
+    there are no signs, powers, decimals or names.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError("expression too long")
-    text = re.sub(r"=\s*-?[0-9]+\s*$", "", text.translate(SPELLINGS)).strip()
+    for name, sign in LATEX.items():
+        text = text.replace(name, sign)
+    text = text.translate(SPELLINGS).strip()
     if text.count("(") > MAX_OPEN:
         raise ValueError("too many parentheses")
     tokens = re.findall(r"[0-9]+|[-+*/()]", text)
