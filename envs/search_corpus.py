@@ -3,6 +3,9 @@
 Every fact is said in the passage of the thing that it is about, so a question over three facts takes three passages.
 """
 
+import re
+import string
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -169,6 +172,8 @@ def _read_question(row: dict) -> tuple[str, tuple[str, ...], list[str], list[tup
     answers = tuple(answers) if isinstance(answers, list) else (answers,)
     if not (isinstance(row.get("question"), str) and answers and all(isinstance(a, str) and a.strip() for a in answers)):
         raise ValueError('valid: {"question": "text", "answer": "text"}')
+    if not any(map(normal, answers)):
+        raise ValueError(f"no word is left of the answer {answers[0]!r:.80} when it is compared; valid: one with words")
     facts, context = row.get("supporting_facts") or [], row.get("context") or []
     try:
         titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
@@ -179,6 +184,12 @@ def _read_question(row: dict) -> tuple[str, tuple[str, ...], list[str], list[tup
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError("its supporting_facts or context is unlike HotpotQA's; valid: as there, or none") from e
     return row["question"], answers, list(dict.fromkeys(titles)), passages
+
+
+def normal(text: str) -> str:
+    """SQuAD's normalisation: "The  Vel!" -> "vel"."""
+    text = "".join(c for c in unicodedata.normalize("NFC", text).lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _read_passage(row: dict) -> tuple[str, str]:

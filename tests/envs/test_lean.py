@@ -13,6 +13,7 @@ import pytest
 from fake_lean import TROUBLE, fake_lean
 from nanoragen.envs import lean
 from nanoragen.envs.base import TRAIN_SEEDS
+from nanoragen.envs.data import read_rows
 from nanoragen.envs.lean import Lean, is_tactic, own_theorem, theorem_of, verdict
 from nanoragen.envs.lean_theorems import THEOREMS
 from nanoragen.envs.registry import make
@@ -193,6 +194,13 @@ def test_names_are_the_same_in_statement_and_proof():
 )  # fmt: skip
 def test_statements_of_files(text):
     assert theorem_of({"statement": text}).statement == "(p : Prop) : p → p"
+
+
+def test_rows_without_anything_to_prove_are_skipped(tmp_path, capsys):
+    (tmp_path / "d").write_text('{"statement": ": True", "proof": "intro h\\n  exact h\\n"}\n{"statement": "theorem x := by sorry"}\n{"statement": 3}')
+    (theorem,) = read_rows(tmp_path / "d", theorem_of)
+    assert theorem.statement == ": True" and theorem.proof == ["intro h", "exact h"]  # a text has a tactic a line
+    assert "2 of 3 rows cannot be used and are skipped; row 2: an empty statement" in capsys.readouterr().err
 
 
 def test_what_lean_is_given(tmp_path, monkeypatch):
