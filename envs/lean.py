@@ -113,7 +113,10 @@ class Lean(TextEnv):
         )  # fmt: skip
         if result.status not in ("ok", "error"):
             return "", f"Lean was ended ({result.status})."
-        return verdict(result.stdout, len(before))
+        goals, error = verdict(result.stdout, len(before))
+        if result.status == "error" and not goals and not error:  # it failed, and does not say at what
+            return "", "Lean failed."
+        return goals, error
 
     def render(self):
         lines = [f"theorem {NAME} {self.theorem.statement}", *(f"  {t}" for t in self.tactics)]
@@ -180,7 +183,7 @@ def verdict(answer: str, first: int) -> tuple[str, str]:
         elif severity != "warning" and (
             found := re.fullmatch(rf"'{NAME}' (?:does not depend on any axioms|depends on axioms: \[(.*)\])", data, re.DOTALL)
         ):
-            axioms = {a.strip() for a in (found[1] or "").split(",")} - {""}
+            axioms = (axioms or set()) | {a.strip() for a in (found[1] or "").split(",")} - {""}
     if goals and goals[0]:
         return "\n".join(goals)[:SHOWN], ""
     if axioms is None or goals:
