@@ -143,7 +143,7 @@ def makes(numbers: list[int], target: int) -> bool:
 
 
 def read(text: str) -> tuple[str, int | None]:
-    r"""(the expression, n) of an answer: "= n" may follow it, and $ $, \boxed{} and the like may be around it, a full stop behind."""
+    r"""(expression, n or None) of an answer: "= n" may follow, $ $, \boxed{} and the like be around it, a full stop behind."""
     if len(text) > MAX_LENGTH:
         raise ValueError("expression too long")
     text = _unwrapped(text)

@@ -23,7 +23,7 @@ def read_both(data, eval_data, load) -> tuple[list, list]:
 
 
 def read_rows(path, read, *arguments) -> list:
-    """`read(row, *arguments)` of every row of a file that can be used; `read` raises ValueError for one that cannot, or trips over it.
+    """`read(row, *arguments)` of every row of a file that can be used; `read` raises ValueError for the others, or trips.
 
     Read once a process, as every episode has an environment of its own, and again when the file has changed. Not to be changed by
     the caller. ValueError names the file, where it cannot be read or none of its rows can be used.

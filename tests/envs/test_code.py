@@ -387,7 +387,8 @@ def test_rows_of_taco_as_published(tmp_path, capsys):
     """Some have no tests, and some numbers with more digits than Python reads."""
     row = ROWS["TACO, function"][0]
     long = '{"fn_name": "f", "inputs": [[%s]], "outputs": [[1]]}' % ("7" * 5000)
-    tests = ["", "{}", None, '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}', long, "[" * 100_000, '{"inputs": 3, "outputs": 4}']
+    tests = ["", "{}", None, '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}', long, "[" * 100_000,
+             '{"inputs": 3, "outputs": 4}']  # fmt: skip
     rows = [*({**row, "input_output": t} for t in tests), row]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert [t.text for t in code_data.tasks_from(tmp_path / "a.jsonl", 4)] == [task_of(row).text]

@@ -197,7 +197,8 @@ def test_statements_of_files(text):
 
 
 def test_rows_without_anything_to_prove_are_skipped(tmp_path, capsys):
-    (tmp_path / "d").write_text('{"statement": ": True", "proof": "intro h\\n  exact h\\n"}\n{"statement": "theorem x := by sorry"}\n{"statement": 3}')
+    rows = ['{"statement": ": True", "proof": "intro h\\n  exact h\\n"}', '{"statement": "theorem x := by sorry"}', '{"statement": 3}']
+    (tmp_path / "d").write_text("\n".join(rows))
     (theorem,) = read_rows(tmp_path / "d", theorem_of)
     assert theorem.statement == ": True" and theorem.proof == ["intro h", "exact h"]  # a text has a tactic a line
     assert "2 of 3 rows cannot be used and are skipped; row 2: an empty statement" in capsys.readouterr().err

@@ -444,7 +444,8 @@ def test_files_that_cannot_be_used(tmp_path, rows, says):
 
 
 def test_rows_that_cannot_be_used_are_skipped(tmp_path, capsys):
-    rows, corpus = [{"question": 3, "answer": "x"}, HUB, {"question": "x", "answer": "a"}], [{"title": "x"}, {"title": "A", "text": "B"}]
+    rows = [{"question": 3, "answer": "x"}, HUB, {"question": "x", "answer": "a"}]
+    corpus = [{"title": "x"}, {"title": "A", "text": "B"}]
     env = SearchQA(data=write(tmp_path / "q.json", rows), corpus=write(tmp_path / "c.json", corpus))
     assert [q.text for q in env.questions] == [HUB["question"]] and env.library.texts == ["A: B"]
     first, second = capsys.readouterr().err.splitlines()

@@ -557,7 +557,8 @@ def test_products_that_cannot_be_used_are_skipped(folder, capsys):
 def test_goals_that_cannot_be_used_take_their_product_along(folder, capsys):
     file = folder / "items_human_ins.json"
     told = json.loads(file.read_text())
-    file.write_text(json.dumps({**told, "A000000001": [{"instruction": 3, "instruction_attributes": [None], "instruction_options": []}]}))
+    bad = {"instruction": 3, "instruction_attributes": [None], "instruction_options": []}
+    file.write_text(json.dumps({**told, "A000000001": [bad]}))
     assert [p.id for p in WebShop(data=str(folder)).catalogue.products] == ["A000000002", "A000000003"]
     assert "1 of 6 rows" in capsys.readouterr().err
 
