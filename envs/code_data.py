@@ -45,12 +45,15 @@ def own_tasks() -> tuple[Task, ...]:
 
 def tasks_from(path, max_tests: int) -> list[Task]:
     """The tasks of a file of one of the formats; of each the public tests, and of the others the longest up to max_tests in all."""
-    tasks = read_rows(path, task_of)
-    for task in tasks:
-        hidden = sorted(task.tests[task.public :], key=lambda t: -len(json.dumps(t[0])))
-        task.tests = task.tests[: task.public] + hidden[: max(0, max_tests - task.public)]
-        task.public = min(task.public, len(task.tests) - 1)  # one stays hidden: all shown, printing the outputs would be right
-    return tasks
+    return read_rows(path, _trimmed, max_tests)
+
+
+def _trimmed(row: dict, max_tests: int) -> Task:
+    task = task_of(row)
+    hidden = sorted(task.tests[task.public :], key=lambda t: -len(json.dumps(t[0])))
+    task.tests = task.tests[: task.public] + hidden[: max(0, int(max_tests) - task.public)]
+    task.public = min(task.public, len(task.tests) - 1)  # one stays hidden: all shown, printing the outputs would be right
+    return task
 
 
 def task_of(row: dict) -> Task:

@@ -7,17 +7,25 @@ Targets are values of random expressions of the numbers, so every instance can b
 Left out: using only some of the numbers, as in the television game. There is one answer, right or not.
 """
 
+import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+
+import numpy as np
 
 from nanoragen.envs.base import TextEnv, held_out
 from nanoragen.envs.data import read_both, read_rows
 
 MAX_LENGTH = 120  # characters of an expression
 MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatever stack it is called from
+MAX_NUMBER = 1_000_000  # of a file
+CHECKED = 1_000  # up to here it is checked that the numbers of a row make its target: larger values are not exact in floats
 MAX_DRAWS = 10_000  # of an instance; a few are enough for any setting that can be met
+WRAPPERS = ((r"\boxed{", "}"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
 
 
@@ -69,11 +77,12 @@ class Countdown(TextEnv):
 
     def step(self, action):
         try:
-            value, used = evaluate(str(action))
+            expression, claim = read(str(action))
+            value, used = evaluate(expression)
         except ValueError:
-            value, used = None, []
+            value, used, claim = None, [], None
         valid = value is not None and Counter(used) == Counter(self.numbers) and not self.answered
-        right = valid and value == self.target
+        right = valid and value == self.target and claim in (None, value)
         self.answered, self.right = True, self.right or right
         info = {"success": self.right, "action_is_valid": valid, "action_is_effective": valid}
         return self.render(), 1.0 if right else 0.1 if valid else 0.0, True, False, info
@@ -108,20 +117,64 @@ class Countdown(TextEnv):
 def numbers_and_target(row: dict) -> tuple[list[int], int]:
     """(numbers, target) of a row of a data set. ValueError where they are not what the game is played with."""
     numbers, target = row.get("nums"), row.get("target")
-    if not (isinstance(numbers, list) and 2 <= len(numbers) <= 4 and all(type(n) is int and n >= 1 for n in [*numbers, target])):
-        raise ValueError('valid: {"nums": [44, 19, 35], "target": 98}, with 2 to 4 whole numbers of 1 or more')
+    if not (
+        isinstance(numbers, list)
+        and 2 <= len(numbers) <= 4
+        and all(type(n) is int and 1 <= n <= MAX_NUMBER for n in [*numbers, target])
+    ):
+        raise ValueError('valid: {"nums": [44, 19, 35], "target": 98}, with 2 to 4 whole numbers from 1 to a million')
+    if max(*numbers, target) <= CHECKED and not makes(numbers, target):
+        raise ValueError(f"{numbers} do not make {target}; valid: a target that some expression of them makes")
     return numbers, target
+
+
+def makes(numbers: list[int], target: int) -> bool:
+    """Whether some expression of 2 to 4 numbers is the target, in floats: a file may have half a million rows."""
+
+    def combine(a, b):
+        return np.concatenate([a + b, a - b, b - a, a * b, a / b, b / a])
+
+    first, *others = np.array(list(itertools.permutations(numbers)), float).T[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = [functools.reduce(combine, others, first)]
+        if len(numbers) == 4:
+            values.append(combine(combine(first, others[0])[:, None], combine(others[1], others[2])[None]))
+        return any((abs(v - target) < 1e-6).any() for v in values)
+
+
+def read(text: str) -> tuple[str, int | None]:
+    r"""(expression, n or None) of an answer: "= n" may follow, $ $, \boxed{} and the like be around it, a full stop behind."""
+    if len(text) > MAX_LENGTH:
+        raise ValueError("expression too long")
+    text = _unwrapped(text)
+    claim = re.search(r"=\s*([-−–]?[0-9]+)$", text)
+    if not claim:
+        return text, None
+    return _unwrapped(text[: claim.start()]), int(claim[1].translate(SPELLINGS))
+
+
+def _unwrapped(text: str) -> str:
+    before = None
+    while text != before:
+        before, text = text, text.strip()
+        text = text.removesuffix(".") if not text.endswith("..") else text
+        for start, end in WRAPPERS:
+            if text.startswith(start) and text.endswith(end) and len(text) >= len(start + end):
+                text = text[len(start) : -len(end)]
+    return text
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """Value of an expression, and the numbers it uses. ValueError for anything that is not one.
 
-    Grammar: sum = product {(+|-) product}; product = atom {(*|/) atom}; atom = number | ( sum ). A trailing "= n" is
-    allowed and ignored, so are leading zeros; there are no signs, powers, decimals or names.
+    Grammar: sum = product {(+|-) product}; product = atom {(*|/) atom}; atom = number | ( sum ). Leading zeros are ignored;
+    there are no signs, powers, decimals or names.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError("expression too long")
-    text = re.sub(r"=\s*-?[0-9]+\s*$", "", text.translate(SPELLINGS)).strip()
+    for name, sign in LATEX.items():
+        text = text.replace(name, sign)
+    text = text.translate(SPELLINGS).strip()
     if text.count("(") > MAX_OPEN:
         raise ValueError("too many parentheses")
     tokens = re.findall(r"[0-9]+|[-+*/()]", text)

@@ -113,7 +113,10 @@ class Lean(TextEnv):
         )  # fmt: skip
         if result.status not in ("ok", "error"):
             return "", f"Lean was ended ({result.status})."
-        return verdict(result.stdout, len(before))
+        goals, error = verdict(result.stdout, len(before))
+        if result.status == "error" and not goals and not error:  # it failed, and does not say at what
+            return "", "Lean failed."
+        return goals, error
 
     def render(self):
         lines = [f"theorem {NAME} {self.theorem.statement}", *(f"  {t}" for t in self.tactics)]
@@ -180,7 +183,7 @@ def verdict(answer: str, first: int) -> tuple[str, str]:
         elif severity != "warning" and (
             found := re.fullmatch(rf"'{NAME}' (?:does not depend on any axioms|depends on axioms: \[(.*)\])", data, re.DOTALL)
         ):
-            axioms = {a.strip() for a in (found[1] or "").split(",")} - {""}
+            axioms = (axioms or set()) | {a.strip() for a in (found[1] or "").split(",")} - {""}
     if goals and goals[0]:
         return "\n".join(goals)[:SHOWN], ""
     if axioms is None or goals:
@@ -202,7 +205,11 @@ def theorem_of(row: dict) -> Theorem:
         raise ValueError("no statement; valid: statement, and if known header and proof")
     statement = re.sub(r"^\s*(theorem|lemma|example)\s+([^\s:({\[]+)?", "", row["statement"])
     statement = re.sub(r"\s*:=\s*(by)?(\s+sorry)?\s*$", "", statement).strip()
-    return Theorem(statement, str(row.get("header") or ""), [str(t) for t in row.get("proof") or []])
+    if not statement:
+        raise ValueError("an empty statement; valid: as in '(p : Prop) : p → p'")
+    proof = row.get("proof") or []
+    proof = [line.strip() for line in proof.splitlines() if line.strip()] if isinstance(proof, str) else [str(t) for t in proof]
+    return Theorem(statement, str(row.get("header") or ""), proof)
 
 
 def printable(text: str) -> str:

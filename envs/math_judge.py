@@ -30,12 +30,18 @@ FRACTION = re.compile(r"\\[dt]?frac ?(?:\{ ?([^{} ]+) ?\}|([0-9])) ?(?:\{ ?([^{}
 SPELLINGS = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*"})
 WRAPPERS = re.compile(
     r"\$\$?(.*?)\$?\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|\\(?:text|textbf|mathrm|mbox|mathbf)\{([^{}]*)\}"
-    r"|(?:the )?(?:final )?answer(?: is)?:? (.*)|[a-z] ?(?:=|\\in(?![a-z])) ?([^=]*)",
+    r"|(?:the )?(?:final )?answer(?: is)?:? (.*)|[a-z] ?(?:=|\\in(?![a-z])) ?([^=]*)|#### ?(.*)|\{([^{},]*)\}",
     re.DOTALL | re.IGNORECASE,
 )
 UNIT = re.compile(r"(.*[0-9}]) ?(?:\\(?:text|mbox|mathrm)\{ ?([^{}]*)\}(\^\{?[0-9]\}?)?|\^\{?\\circ\}?|°)", re.DOTALL)
+PROGRAM = (  # what is written as in a program, as LaTeX
+    (re.compile(r"\*\* ?(?:\(([^()]*)\)|(-?[0-9]+|[a-zA-Z]))"), lambda m: f"^{{{m[1] or m[2]}}}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+)
 REPEATING = re.compile(r"([0-9]+)\.([0-9]*)\\overline\{([0-9]+)\}")
 WORD = r"[a-zA-Z](?:\.?[a-zA-Z])+"  # a.m. is one
+PAIRED = re.compile(r"(?:\\left)?[(\[]")
 GUESSES = re.compile(r"[<>≤≥≠±≈$]|(?<!\\)\\[()\[\]]|\\(?:leq?|geq?|neq?|pm|mp|approx|sim|lt|gt)(?![a-z])|\?")
 
 
@@ -49,6 +55,8 @@ def same(answer: str, gold: str) -> bool:
     answer, gold = unwrap(answer), unwrap(gold)
     if not answer:
         return False
+    if "," in gold and not PAIRED.match(gold):  # several values
+        answer = re.sub(r",? and ", ", ", answer)
     if _closed_up(answer) == _closed_up(gold):
         return True
     if gold.isalpha() and len(gold) > 1:  # a word
@@ -56,9 +64,16 @@ def same(answer: str, gold: str) -> bool:
     value, unit = _value_and_unit(gold)
     if value is not None:
         return _same_number(without_unit(answer, unit), gold, value)
-    if number(answer) is None and not _one_claim(answer, gold):
+    if _bases(answer) != _bases(gold) or (number(answer) is None and not _one_claim(answer, gold)):
         return False
+    for written, latex in PROGRAM:
+        answer, gold = written.sub(latex, answer), written.sub(latex, gold)
     return ask(answer, gold)
+
+
+def _bases(text: str) -> set[str]:
+    """The bases of numbers in a text, which math-verify does not read: 2516_8 -> 8."""
+    return set(re.findall(r"(?<=[0-9A-F])_\{?([0-9]+)", text))
 
 
 def _closed_up(text: str) -> str:
@@ -137,11 +152,12 @@ def _same_number(answer: str, gold: str, value: Fraction) -> bool:
     given = number(answer)
     if given is None:
         return False
-    # 42% is 42 where a percentage is asked for, and 0.42 otherwise
+    # 42% is 42 where a percentage is asked for, and 0.42 otherwise; a whole number of things is no percentage
+    share = 0 <= value <= 1 or value.denominator > 1
     percents = [t.rstrip().endswith("%") for t in (answer, gold)]
     return (
         given == value
-        or (percents == [True, False] and given == 100 * value)
+        or (percents == [True, False] and share and given == 100 * value)
         or (percents == [False, True] and 100 * given == value)
     )
 
@@ -154,11 +170,9 @@ def _one_claim(answer: str, gold: str) -> bool:
         return False
     if set(GUESSES.findall(answer)) - set(GUESSES.findall(gold)):
         return False
-    bases = [set(re.findall(r"(?<=[0-9A-F])_\{?([0-9]+)", t)) for t in (answer, gold)]
-    if not bases[0] <= bases[1] or answer.count("'") != gold.count("'"):  # math-verify reads neither
+    if answer.count("'") != gold.count("'"):  # math-verify does not read them
         return False
-    paired = re.match(r"(?:\\left)?[(\[]", gold) and "," in gold
-    return not paired or bool(re.match(r"(?:\\left)?[(\[]", answer))
+    return not (PAIRED.match(gold) and "," in gold) or bool(PAIRED.match(answer))
 
 
 # -- math-verify, in its own process -----------------------------------------------------------------------------------

@@ -136,7 +136,10 @@ def question_and_answer(row: dict) -> tuple[str, str]:
                 raise ValueError(
                     f"no answer in its {solution!r}; valid: '#### 42', 'The answer is: 42' or \\boxed{{42}}, by format"
                 )
-            return row[question].strip(), found[-1].strip()
+            answer = found[-1].strip()
+            if not same(answer, answer):
+                raise ValueError(f"the answer {answer!r:.80} could never be found right; valid: at most {MAX_LENGTH} characters")
+            return row[question].strip(), answer
     raise ValueError(
         "neither question/answer (GSM8K), query/response (MetaMathQA) nor problem/solution (MATH); valid: one of these"
     )

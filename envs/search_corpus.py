@@ -3,13 +3,16 @@
 Every fact is said in the passage of the thing that it is about, so a question over three facts takes three passages.
 """
 
+import re
+import string
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from nanoragen.envs.data import read_both, read_rows
+from nanoragen.envs.data import read_both, read_rows, stamp
 from nanoragen.envs.retrieval import Index
 
 EVERY = 5  # questions that start from one thing in so many are asked in evaluation alone
@@ -142,9 +145,13 @@ def _questions(start, facts, crafts, number) -> Iterator[Question]:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4)
 def from_files(data: str, eval_data: str, corpus: str) -> Library:
-    """Questions and passages from files; the arguments are those of SearchQA."""
+    """Questions and passages from files; the arguments are those of SearchQA. Made once, and again when a file has changed."""
+    return _from_files(data, eval_data, corpus, stamp(data), stamp(eval_data), stamp(corpus))
+
+
+@lru_cache(maxsize=4)
+def _from_files(data: str, eval_data: str, corpus: str, *_stamps) -> Library:
     rows, eval_rows = read_both(data, eval_data, lambda path: read_rows(path, _read_question))
     contexts = [p for row in [*rows, *eval_rows] for p in row[3]]
     passages = read_rows(corpus, _read_passage) if corpus else list(dict.fromkeys(contexts))
@@ -165,6 +172,8 @@ def _read_question(row: dict) -> tuple[str, tuple[str, ...], list[str], list[tup
     answers = tuple(answers) if isinstance(answers, list) else (answers,)
     if not (isinstance(row.get("question"), str) and answers and all(isinstance(a, str) and a.strip() for a in answers)):
         raise ValueError('valid: {"question": "text", "answer": "text"}')
+    if not any(map(normal, answers)):
+        raise ValueError(f"no word is left of the answer {answers[0]!r:.80} when it is compared; valid: one with words")
     facts, context = row.get("supporting_facts") or [], row.get("context") or []
     try:
         titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
@@ -175,6 +184,12 @@ def _read_question(row: dict) -> tuple[str, tuple[str, ...], list[str], list[tup
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError("its supporting_facts or context is unlike HotpotQA's; valid: as there, or none") from e
     return row["question"], answers, list(dict.fromkeys(titles)), passages
+
+
+def normal(text: str) -> str:
+    """SQuAD's normalisation: "The  Vel!" -> "vel"."""
+    text = "".join(c for c in unicodedata.normalize("NFC", text).lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _read_passage(row: dict) -> tuple[str, str]:

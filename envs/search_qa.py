@@ -12,14 +12,12 @@ Left out: a retriever with embeddings (RAGEN's server has one), and answers judg
 """
 
 import re
-import string
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 
 from nanoragen.envs.base import TextEnv, held_out
 from nanoragen.envs.retrieval import parse_action
-from nanoragen.envs.search_corpus import from_files, generated
+from nanoragen.envs.search_corpus import from_files, generated, normal
 
 MAX_TEXT = 1_000  # characters of a passage that are shown
 
@@ -116,12 +114,6 @@ class SearchQA(TextEnv):
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
-
-
-def normal(text: str) -> str:
-    """SQuAD's normalisation: "The  Vel!" -> "vel"."""
-    text = "".join(c for c in unicodedata.normalize("NFC", text).lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact(answer: str, known: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nanoragen.envs.data import ODD, stamp, usable
 from nanoragen.envs.retrieval import Index
 
 EVERY = 5  # one product in so many is asked for in evaluation alone
@@ -170,32 +171,48 @@ def _goal(rng, number, product) -> Goal:
 # -- WebShop's files ---------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4)
 def from_files(path: str) -> Catalogue:
     """WebShop's data: items_shuffle.json, beside it items_ins_v2.json, and items_human_ins.json where people's goals are wanted.
 
     path: the products' file, or its folder. The ending of its name, such as _1000, is looked for at items_ins_v2 too. A product
-    with a range of prices counts with the highest. ValueError for a file that cannot be used, naming it.
+    with a range of prices counts with the highest. Read once, and again when a file has changed. A product that cannot be used is
+    skipped (data.py). ValueError for a file that cannot be used, naming it.
     """
     file = Path(path)
     if file.is_dir():
         file = next((f for f in (file / "items_shuffle.json", file / "items_shuffle_1000.json") if f.exists()), file)
-    rows = _read(file, list)
     ending = file.stem.removeprefix("items_shuffle")
-    asked = _read(file.with_name(f"items_ins_v2{ending}.json"), dict)
-    people = file.with_name("items_human_ins.json")
+    files = file, file.with_name(f"items_ins_v2{ending}.json"), file.with_name("items_human_ins.json")
+    return _from_files(*files, *map(stamp, files))
+
+
+@lru_cache(maxsize=4)
+def _from_files(file: Path, attributes: Path, people: Path, *_stamps) -> Catalogue:
+    rows, asked = _read(file, list), _read(attributes, dict)
     told = _read(people, dict) if people.exists() else {}
     products, goals, taken = [], [], set()
-    for n, row in enumerate(rows, 1):
+
+    def use(row):
         try:
-            if row["asin"] == "nan" or len(row["asin"]) > 10 or row["asin"] in taken:  # as WebShop skips them
-                continue
-            taken.add(row["asin"])
-            about = asked.get(row["asin"], {})
-            products.append(_from_row(row, about))
-            goals += _goals_of(len(products) - 1, about, told.get(row["asin"], []), people.exists())
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise ValueError(f"data: {file}, product {n} cannot be used ({e!r}); valid: WebShop's items_shuffle.json") from e
+            add(row)
+        except (ValueError, *ODD) as e:
+            raise ValueError(f"product {row!r:.40} cannot be used ({e!r}); valid: WebShop's items_shuffle.json") from e
+
+    def add(row):
+        if row["asin"] == "nan" or len(row["asin"]) > 10 or row["asin"] in taken:  # as WebShop skips them
+            return
+        about = asked.get(row["asin"], {})
+        product = _from_row(row, about)
+        mine = _goals_of(len(products), about, told.get(row["asin"], []), people.exists())
+        texts = [product.kind, product.category, *product.attributes, _document(product)]
+        for goal in mine:
+            texts += [goal.text, *goal.attributes, *(value for _, value in goal.options or ())]
+        "".join(texts).encode()  # an exception for what is no text
+        goals.extend(mine)
+        products.append(product)
+        taken.add(row["asin"])
+
+    usable(file, rows, use)
     if not goals:
         raise ValueError(f"data: {file} and the files beside it ask for none of its products; valid: WebShop's files")
     return Catalogue(products, goals)
@@ -203,10 +220,10 @@ def from_files(path: str) -> Catalogue:
 
 def _read(file: Path, kind: type):
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as e:
         raise ValueError(f"data: {file} cannot be read ({e.strerror}); valid: WebShop's files") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"data: {file} is not JSON ({e}); valid: WebShop's files") from e
     if not isinstance(found, kind):
         raise ValueError(f"data: {file} holds no {kind.__name__}; valid: WebShop's files")

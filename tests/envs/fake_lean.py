@@ -44,6 +44,7 @@ if goals and not failed:
 say("info", len(lines), "'to_prove' depends on axioms: [" + axioms + "]" if axioms else "'to_prove' does not depend on any axioms")
 sys.exit(failed)
 """
+PROVED = """print('{"severity": "info", "pos": {"line": 3}, "data": "\\'to_prove\\' does not depend on any axioms"}'); """
 TROUBLE = {
     "": "",
     "crash": "os.kill(os.getpid(), 11)",
@@ -57,6 +58,10 @@ TROUBLE = {
     "endless": "while True: print('{}')",
     "warnings only": """print('{"severity": "warning", "pos": {"line": 1}, "data": "declaration uses sorry"}'); sys.exit(0)""",
     "another theorem's axioms": """print('{"severity": "info", "pos": {"line": 1}, "data": "\\'x\\' does not depend on any axioms"}'); sys.exit(0)""",
+    "proved, and failed": PROVED + "sys.exit(1)",
+    "proved, and dies": PROVED + "sys.stdout.flush(); os.kill(os.getpid(), 9)",
+    "proved, and hangs": PROVED + "sys.stdout.flush()\nwhile True: pass",
+    "proved, and not": PROVED.replace("does not depend on any axioms", "depends on axioms: [sorryAx]") + PROVED + "sys.exit(0)",
     "empty goals": """print('{"severity": "error", "pos": {"line": 1}, "data": "unsolved goals"}'); sys.exit(1)""",
 }
 

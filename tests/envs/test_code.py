@@ -378,9 +378,23 @@ def test_files(tmp_path):
     text = env.reset(seed=TRAIN_SEEDS.start)[0]
     assert "rev('ab') -> ['ba']" in text or ("nxt" in text and "->" not in text)  # its only test is hidden
     assert env.step(next(env.demonstrate()))[1] == 1.0
-    (tmp_path / "bad.jsonl").write_text(json.dumps(rows[0]) + '\n{"problem": "x"}')
-    with pytest.raises(ValueError, match="bad.jsonl, row 2: no text with tests; valid: "):
+    (tmp_path / "bad.jsonl").write_text('{"problem": "x"}')
+    with pytest.raises(ValueError, match="bad.jsonl has no row that can be used .of 1., row 1: no text with tests; valid: "):
         make("code", allow_code_execution=True, data=f"{tmp_path}/bad.jsonl")
+
+
+def test_rows_of_taco_as_published(tmp_path, capsys):
+    """Some have no tests, and some numbers with more digits than Python reads."""
+    row = ROWS["TACO, function"][0]
+    long = '{"fn_name": "f", "inputs": [[%s]], "outputs": [[1]]}' % ("7" * 5000)
+    tests = ["", "{}", None, '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}', long, "[" * 100_000,
+             '{"inputs": 3, "outputs": 4}']  # fmt: skip
+    rows = [*({**row, "input_output": t} for t in tests), row]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [t.text for t in code_data.tasks_from(tmp_path / "a.jsonl", 4)] == [task_of(row).text]
+    said = capsys.readouterr().err
+    assert f"a.jsonl: {len(tests)} of {len(rows)} rows cannot be used and are skipped; row 1: no text with tests" in said
+    assert said.count("\n") == 1
 
 
 def test_the_longest_tests_are_kept(tmp_path):
@@ -415,7 +429,7 @@ def test_no_task_of_a_file_is_won_by_the_outputs_that_are_shown(tmp_path, name, 
 def test_what_a_pickle_is_not_is_said_in_one_line_with_its_row(tmp_path, packed):
     tests = base64.b64encode(zlib.compress(packed)).decode()
     (tmp_path / "a.json").write_text(json.dumps([{**ROWS["LiveCodeBench, program"][0], "private_test_cases": tests}]))
-    with pytest.raises(ValueError, match="^data: .*a.json, row 1: ") as error:
+    with pytest.raises(ValueError, match="^data: .*a.json has no row that can be used .of 1., row 1: .*valid: ") as error:
         make("code", allow_code_execution=True, data=f"{tmp_path}/a.json")
     assert "\n" not in str(error.value)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import nanoragen.envs.countdown as module
 from nanoragen.chat import parse_reply
 from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS
-from nanoragen.envs.countdown import MAX_LENGTH, MAX_OPEN, Countdown, evaluate
+from nanoragen.envs.countdown import MAX_LENGTH, MAX_OPEN, Countdown, evaluate, makes
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -57,7 +57,22 @@ RIGHT, WRONG, BAD = (1.0, True), (0.1, False), (0.0, False)
         ("3 ÷ 5 / 8", WRONG),
         ("8 – 5 – 3", WRONG),
         ("3 + 5 + 8 = 23", WRONG),  # a claimed value is not believed
-        ("3 * 5 + 8 = 99", RIGHT),  # nor does a wrong claim spoil it
+        ("3 * 5 + 8 = 99", WRONG),  # nor is one that is false a right answer
+        ("3 * 5 + 8 = -23", WRONG),
+        (r"\boxed{3 * 5 + 8}", RIGHT),
+        (r"$\boxed{3 \times 5 + 8 = 23}$.", RIGHT),
+        (r"$3 \cdot 5 + 8$ = 23.", RIGHT),
+        (r"\boxed{3 * 5 + 8} = 24", WRONG),
+        ("$$3 * 5 + 8$$", RIGHT),
+        (r"\(3 * 5 + 8\)", RIGHT),
+        ("3 * 5 + 8.", RIGHT),
+        ("3 * 5 + 8 = 23.", RIGHT),
+        ("3 * 5 + 8..", BAD),
+        (r"\boxed{3 * 5} + 8", BAD),
+        (r"\boxed{3 * 5 + 8} \boxed{3 * 5 + 8}", BAD),
+        ("$3 * 5 + 8$ or $3 + 5 + 8$", BAD),
+        ("$", BAD),
+        (r"\boxed{}", BAD),
         ("23", BAD),
         ("3 * 5", BAD),
         ("3 * 5 + 8 + 0", BAD),
@@ -109,7 +124,12 @@ def test_fractions_are_exact():
 def test_e14_sign_counts():
     assert score("3 - 5 - 5", (3, 5, 5), 7) == WRONG  # -7 is not 7
     assert score("5 + 5 - 3", (3, 5, 5), 7) == RIGHT
-    assert score("5 + 5 - 3 = -7", (3, 5, 5), 7) == RIGHT
+    assert score("5 + 5 - 3 = -7", (3, 5, 5), 7) == WRONG
+    assert score("3 - 5 - 5 = −7", (3, 5, 5), 7) == WRONG
+
+
+def test_a_claim_must_be_true():
+    assert score("3*(3+4)=22", (3, 3, 4), 21) == WRONG and score("3*(3+4)=21", (3, 3, 4), 21) == RIGHT
 
 
 def test_division_by_zero_is_no_expression():
@@ -376,13 +396,30 @@ def test_instances_from_a_file(tmp_path):
         '{"nums": [1, true], "target": 2}',
         '{"nums": [0, 2], "target": 2}',
         '{"nums": [1, 2], "target": "3"}',
+        '{"nums": [1, 2], "target": 4}',
+        '{"nums": [1, 1, 2, 1], "target": 9}',
+        '{"nums": [1, 1000000000000], "target": 1000000000001}',
+        '{"nums": [1, 2], "target": %s}' % ("3" * 5000),
+        '{"nums": [1, 2], "target": 3',
     ],
 )
-def test_rows_that_cannot_be_played(row, tmp_path):
+def test_rows_that_cannot_be_played_are_skipped(row, tmp_path, capsys):
     path = write(tmp_path / "d", '{"nums": [1, 2], "target": 3}\n' + row)
-    with pytest.raises(ValueError, match="^data: .*row 2: .*valid: ") as error:
-        Countdown(data=path)
+    assert Countdown(data=path).rows == [([1, 2], 3)]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{path}: 1 of 2 rows cannot be used and are skipped; row 2: " in said
+    with pytest.raises(ValueError, match="^data: .*no row that can be used .of 1., row 1: .*valid: ") as error:
+        Countdown(data=write(tmp_path / "e", row))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_what_numbers_make(count):
+    rng = random.Random(count)
+    for _ in range(40 if count < 4 else 4):
+        numbers = [rng.randint(1, 12) for _ in range(count)]
+        want = reachable([Fraction(n) for n in numbers])
+        assert [makes(numbers, t) for t in range(1, 40)] == [Fraction(t) in want for t in range(1, 40)]
 
 
 def test_an_evaluation_file_alone_is_refused():

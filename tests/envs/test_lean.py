@@ -13,6 +13,7 @@ import pytest
 from fake_lean import TROUBLE, fake_lean
 from nanoragen.envs import lean
 from nanoragen.envs.base import TRAIN_SEEDS
+from nanoragen.envs.data import read_rows
 from nanoragen.envs.lean import Lean, is_tactic, own_theorem, theorem_of, verdict
 from nanoragen.envs.lean_theorems import THEOREMS
 from nanoragen.envs.registry import make
@@ -62,12 +63,12 @@ def test_axioms_of_another_kind_are_no_proof(env):
 
 @pytest.mark.parametrize("trouble", [t for t in TROUBLE if t])
 def test_a_prover_in_trouble_proves_nothing(trouble, tmp_path):
-    env = make("lean", command=fake_lean(tmp_path / "lean", trouble), seconds=0.5 if trouble == "hang" else 20.0)
+    env = make("lean", command=fake_lean(tmp_path / "lean", trouble), seconds=0.5 if "hang" in trouble else 20.0)
     env.reset(seed=0)
     text, reward, terminated, _, info = env.step("exact h1")
     assert not reward and not terminated and not info["success"] and not info["action_is_effective"]
     assert "The last tactic failed: " in text and len(text) < 2500 and env.tactics == []
-    assert trouble != "hang" or "(timeout)" in text
+    assert "hang" not in trouble or "(timeout)" in text
 
 
 # -- what is never tried -----------------------------------------------------------------------------------------------
@@ -193,6 +194,14 @@ def test_names_are_the_same_in_statement_and_proof():
 )  # fmt: skip
 def test_statements_of_files(text):
     assert theorem_of({"statement": text}).statement == "(p : Prop) : p → p"
+
+
+def test_rows_without_anything_to_prove_are_skipped(tmp_path, capsys):
+    rows = ['{"statement": ": True", "proof": "intro h\\n  exact h\\n"}', '{"statement": "theorem x := by sorry"}', '{"statement": 3}']
+    (tmp_path / "d").write_text("\n".join(rows))
+    (theorem,) = read_rows(tmp_path / "d", theorem_of)
+    assert theorem.statement == ": True" and theorem.proof == ["intro h", "exact h"]  # a text has a tactic a line
+    assert "2 of 3 rows cannot be used and are skipped; row 2: an empty statement" in capsys.readouterr().err
 
 
 def test_what_lean_is_given(tmp_path, monkeypatch):

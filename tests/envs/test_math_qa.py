@@ -160,9 +160,16 @@ def test_expressions_without_the_library_name_the_extra(tmp_path, monkeypatch):
         ("", "has no rows"),
         ("[]", "has no rows"),
         ("{", "neither JSON nor JSONL"),
+        ("[{]", "neither JSON nor JSONL"),
+        (json.dumps(GSM8K, indent=2), "is one JSON object over several lines; "),
+        (json.dumps({"data": [GSM8K]}, indent=2), "is one JSON object over several lines; "),
+        (json.dumps(GSM8K, indent=2) * 2, "no row that can be used"),
+        (json.dumps({**GSM8K, "answer": "#### " + "x" * 201}), "row 1: the answer 'x*.* could never be found right"),
+        (json.dumps({**GSM8K, "answer": "#### ."}), "row 1: the answer '.' could never be found right"),
+        (json.dumps({**GSM8K, "question": "half \ud83d"}), "row 1: .*surrogates not allowed"),
         ('{"a": 1}', "row 1: neither question/answer"),
         ("3", "row 1: neither question/answer"),
-        (json.dumps(GSM8K) + '\n{"question": "q", "answer": "42"}', "row 2: no answer"),
+        ('{"question": "q", "answer": "42"}', "row 1: no answer"),
         ('{"problem": "p", "solution": "\\\\boxed{1"}', "row 1: no answer"),
         ('{"query": "p", "response": "The answer is: "}', "row 1: no answer"),
         ('{"question": null, "answer": "#### 4"}', "row 1: 'question' is None"),
@@ -173,6 +180,39 @@ def test_files_that_cannot_be_used(tmp_path, text, message):
     with pytest.raises(ValueError, match=f"^data: .*{message}.*valid: ") as error:
         MathQA(data=str(tmp_path / "d"))
     assert "\n" not in str(error.value)
+
+
+BROKEN = ['{"question": "q"', '{"question": "q", "answer": "#### 4", "n": %s}' % ("9" * 5000), "3", "[1]", '{"question": 3, "answer": "#### 4"}',
+          '{"question": "q", "answer": []}', "[" * 100_000, '{"question": "q", "answer": "#### \\ud800"}']  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_rows_that_cannot_be_used_are_skipped_and_counted_in_one_line(tmp_path, capsys, lines):
+    bad = BROKEN if lines else [row for row in BROKEN[2:6]]
+    rows = [json.dumps(GSM8K), *bad, json.dumps(META)]
+    (tmp_path / "d").write_text("\n".join(rows) if lines else f"[{','.join(rows)}]")
+    for _ in range(2):  # every episode has an environment of its own, the line is said once
+        assert [q for q, _ in MathQA(data=str(tmp_path / "d")).rows] == [GSM8K["question"], META["query"]]
+    said = capsys.readouterr().err
+    count = f"data: {tmp_path / 'd'}: {len(bad)} of {len(bad) + 2} rows cannot be used and are skipped; row 2: "
+    assert said.startswith(count) and said.count("\n") == 1 and len(said) < 600, said
+
+
+def test_bytes_that_are_no_text_spoil_their_row_alone(tmp_path, capsys):
+    (tmp_path / "d").write_bytes(json.dumps(GSM8K).encode() + b'\n{"question": "\xff", "answer": "#### 4"}\n')
+    assert len(MathQA(data=str(tmp_path / "d")).rows) == 1 and "1 of 2 rows" in capsys.readouterr().err
+
+
+def test_whole_characters_outside_the_first_plane_are_text(tmp_path):
+    (tmp_path / "d").write_text(json.dumps({**GSM8K, "question": "\U0001f600?"}))
+    assert MathQA(data=str(tmp_path / "d")).rows == [("\U0001f600?", "1,042")]
+
+
+def test_a_file_that_changed_is_read_again(tmp_path):
+    path = write(tmp_path / "d", [GSM8K], True)
+    assert len(MathQA(data=path).rows) == 1
+    write(tmp_path / "d", [GSM8K, META], True)
+    assert len(MathQA(data=path).rows) == 2
 
 
 def test_a_file_that_is_not_there(tmp_path):

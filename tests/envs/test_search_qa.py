@@ -426,7 +426,8 @@ def test_a_corpus_of_its_own_and_questions_for_evaluation(tmp_path):
     [
         ([], "has no rows"),
         ([{"question": "x"}], "row 1: valid"),
-        ([HUB, {"question": 3, "answer": "x"}], "row 2: valid"),
+        ([{"question": 3, "answer": "x"}], "row 1: valid"),
+        ([{"question": "x", "answer": "The!"}], "row 1: no word is left of the answer"),
         ([{"question": "x", "answer": []}], "row 1: valid"),
         ([{"question": "x", "answer": " "}], "row 1: valid"),
         ([{"question": "x", "answer": 3}], "row 1: valid"),
@@ -440,6 +441,24 @@ def test_files_that_cannot_be_used(tmp_path, rows, says):
     with pytest.raises(ValueError, match=f"{says}.*") as error:
         SearchQA(data=write(tmp_path / "q.json", rows))
     assert "\n" not in str(error.value) and "valid: " in str(error.value)
+
+
+def test_rows_that_cannot_be_used_are_skipped(tmp_path, capsys):
+    rows = [{"question": 3, "answer": "x"}, HUB, {"question": "x", "answer": "a"}]
+    corpus = [{"title": "x"}, {"title": "A", "text": "B"}]
+    env = SearchQA(data=write(tmp_path / "q.json", rows), corpus=write(tmp_path / "c.json", corpus))
+    assert [q.text for q in env.questions] == [HUB["question"]] and env.library.texts == ["A: B"]
+    first, second = capsys.readouterr().err.splitlines()
+    assert "q.json: 2 of 3 rows" in first and "c.json: 1 of 2 rows" in second
+
+
+def test_files_that_changed_are_read_again(tmp_path):
+    data, corpus = write(tmp_path / "q.json", [HUB]), write(tmp_path / "c.json", [{"title": "A", "text": "B"}])
+    assert SearchQA(data=data, corpus=corpus).library.texts == ["A: B"]
+    write(tmp_path / "c.json", [{"title": "A", "text": "longer"}])
+    assert SearchQA(data=data, corpus=corpus).library.texts == ["A: longer"]
+    write(tmp_path / "q.json", [HUB, DISTRACTOR])
+    assert len(SearchQA(data=data, corpus=corpus).questions) == 2
 
 
 def test_a_corpus_that_cannot_be_used(tmp_path):

@@ -521,8 +521,9 @@ def test_pages_are_webshops(folder):
     [
         ("items_shuffle_1000", "{", "is not JSON"),
         ("items_shuffle_1000", "{}", "holds no list"),
-        ("items_shuffle_1000", "[3]", "product 1 cannot be used"),
-        ("items_shuffle_1000", '[{"asin": "B1"}]', "product 1 cannot be used"),
+        ("items_shuffle_1000", "[3]", "row 1: product 3 cannot be used"),
+        ("items_shuffle_1000", '[{"asin": "B1"}]', "row 1: product {'asin': 'B1'} cannot be used"),
+        ("items_shuffle_1000", "[" * 100_000, "is not JSON"),
         ("items_shuffle_1000", "[]", "ask for none of its products"),
         ("items_ins_v2_1000", "[]", "holds no dict"),
         ("items_ins_v2_1000", None, "cannot be read"),
@@ -535,3 +536,37 @@ def test_files_that_cannot_be_used(folder, name, content, says):
     with pytest.raises(ValueError, match=f"^data: .*{says}.*valid: WebShop's") as error:
         WebShop(data=str(folder))
     assert "\n" not in str(error.value)
+
+
+ODD = [{"name": None}, {"pricing": "$cheap"}, {"query": 3}, {"product_category": None}, {"small_description": [3]}, {"name": "\ud800"},
+       {"customization_options": {"Size": [{"value": None}]}}, {"customization_options": [1]}]  # fmt: skip
+
+
+def test_products_that_cannot_be_used_are_skipped(folder, capsys):
+    file = folder / "items_shuffle_1000.json"
+    rows = [item(f"B{n}", **changes) for n, changes in enumerate(ODD)] + json.loads(file.read_text())
+    file.write_text(json.dumps(rows))
+    env = WebShop(data=str(folder))
+    assert [p.id for p in env.catalogue.products] == ["A000000001", "A000000002", "A000000003"]
+    said = capsys.readouterr().err
+    assert f"{len(ODD)} of {len(rows)} rows cannot be used and are skipped; row 1: product" in said and said.count("\n") == 1
+    env.reset(seed=0)
+    assert env.step("search[shirt]")[4]["action_is_valid"]
+
+
+def test_goals_that_cannot_be_used_take_their_product_along(folder, capsys):
+    file = folder / "items_human_ins.json"
+    told = json.loads(file.read_text())
+    bad = {"instruction": 3, "instruction_attributes": [None], "instruction_options": []}
+    file.write_text(json.dumps({**told, "A000000001": [bad]}))
+    assert [p.id for p in WebShop(data=str(folder)).catalogue.products] == ["A000000002", "A000000003"]
+    assert "1 of 6 rows" in capsys.readouterr().err
+
+
+def test_files_that_changed_are_read_again(folder):
+    for name, count in (("items_human_ins", 1), ("items_shuffle_1000", 1)):
+        before = WebShop(data=str(folder)).catalogue
+        assert WebShop(data=str(folder)).catalogue is before
+        file = folder / f"{name}.json"
+        file.write_text(file.read_text() + " " * count)
+        assert WebShop(data=str(folder)).catalogue is not before
