@@ -350,7 +350,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     torch.manual_seed(c.seed)
     options = env_options(c)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    start_model = models.load(c.model, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
+    start_model = models.load_policy(c, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
     reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     trained = [p for p in model.parameters() if p.requires_grad]  # all, or the adapters
     optimizer = torch.optim.AdamW(trained, lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
