@@ -292,7 +292,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
             if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
-                bad.append(f"{broken or 'gradient'} of {name}")
+                bad.append(f"{distributed.first(broken) or 'gradient'} of {name}")  # all processes are here, or none
                 continue
             optimizer.step()
             scheduler.step()
