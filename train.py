@@ -292,7 +292,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
             if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
-                bad.append(f"{broken or 'gradient'} of {name}")
+                bad.append(f"{distributed.first(broken) or 'gradient'} of {name}")  # all processes are here, or none
                 continue
             optimizer.step()
             scheduler.step()
@@ -350,7 +350,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     torch.manual_seed(c.seed)
     options = env_options(c)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    start_model = models.load(c.model, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
+    start_model = models.load_policy(c, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
     reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     trained = [p for p in model.parameters() if p.requires_grad]  # all, or the adapters
     optimizer = torch.optim.AdamW(trained, lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)

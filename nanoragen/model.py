@@ -16,6 +16,7 @@ Left out: quantised training, a model spread over several GPUs, code from a mode
 
 import copy
 import importlib.util
+import inspect
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,10 @@ def load(name="nano", *, device=None, dtype=None):
         reason = " ".join(str(e).split())[:200]
         at = "this folder or file" if Path(where).exists() else "no such folder here, and from the hub"
         raise ValueError(f"model: {name} cannot be loaded ({at}: {reason}); {VALID} (the hub needs a network)") from e
+    if getattr(model, "_is_stateful", False) and not {"cache", "past_key_values", "cache_params"} & set(
+        inspect.signature(model.forward).parameters
+    ):  # RWKV: its state takes in the padding, whatever the mask says
+        raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that heeds its mask")
     if "gguf_file" in extra and getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer.remove_quantization_config(model)  # it is a plain model now, to be trained and saved as one
     model.to(device)

@@ -224,6 +224,17 @@ def test_a_nan_gradient_costs_the_update_and_not_the_weights(tiny):
     assert log["nonfinite_updates"] == 1 and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
+def test_a_log_prob_that_is_broken_in_another_process_is_named(tiny, monkeypatch):
+    """Under torchrun the process that writes the log may have had none of the broken rows."""
+    model, _ = tiny
+    monkeypatch.setattr(train.distributed, "add_up", lambda total: total | {"loss": float("nan")})
+    monkeypatch.setattr(train.distributed, "first", lambda item: item or "log-prob")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    log = updated(model, optimizer, scheduler, make_batch(episodes(4), 0), torch.tensor([1.0, 0.5, 0.0, -1.0]), settings())
+    assert log["nonfinite"] == "log-prob of update 1/1"
+
+
 def test_several_minibatches_use_the_probabilities_from_before_the_first(tiny):
     model, _ = tiny
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

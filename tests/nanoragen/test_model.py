@@ -149,6 +149,16 @@ def test_gguf_without_its_package_is_one_line(tmp_path, monkeypatch):
         models.load(str(tmp_path / "x.gguf"))
 
 
+def test_a_model_that_reads_padding_as_text_is_refused(tmp_path):
+    """RWKV leaves the mask unused, and has no keys and values to keep."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    RwkvForCausalLM(RwkvConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^model: [^\n]*RwkvForCausalLM[^\n]* would read padding as text; valid: [^\n]*$"):
+        models.load(str(tmp_path))
+
+
 def test_reference_is_a_frozen_copy():
     model = tiny_model(byte_tokenizer())
     frozen = models.reference(model.train())
