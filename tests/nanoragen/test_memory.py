@@ -25,11 +25,11 @@ def test_the_bundled_model_by_hand(nano):
     """6 layers, H = A = 128, V = 64, I = 384; 128 episodes of 600 tokens, 32 in a micro-batch."""
     weights = sum(p.numel() for p in nano.parameters())
     found = memory.estimate(nano.config, weights, weights, Config(micro_tokens=0), 600, 4)
-    assert weights == 1_273_600 and found == {
-        "weights": 5_094_400, "gradients": 5_094_400, "optimizer": 10_188_800, "reference": 0, "critic": 0,
+    assert weights == 1_347_456 and found == {
+        "weights": 5_389_824, "gradients": 5_389_824, "optimizer": 10_779_648, "reference": 0, "critic": 0,
         "KV cache": 235_929_600,  # 2 x 4 x 6 x 64 x 600 x 128
         "activations": 1_356_595_200,  # (16 x 128 + 4 x (2 x 128 + 5 x 128 + 4 x 384)) x 6 x 32 x 600
-        "total": 5_094_400 + 10_188_800 + 5_094_400 + 1_356_595_200,
+        "total": 5_389_824 + 10_779_648 + 5_389_824 + 1_356_595_200,
     }  # fmt: skip
 
 

@@ -563,7 +563,7 @@ def test_training_writes_the_report(tmp_path):
     import train
     from nanoragen import model as models
 
-    c = train.Config(env="bandit", steps=2, groups=2, group_size=2, final_episodes=4, eval_every=0, max_tokens=24, device="cpu")
+    c = train.Config(env="bandit", steps=2, groups=2, group_size=2, final_episodes=4, eval_every=0, max_tokens=40, device="cpu")
     (tmp_path / "config.json").write_text("{}")
     train.run(c, *models.load("nano", device="cpu"), tmp_path)
     page = (tmp_path / "report.html").read_text()
