@@ -283,12 +283,8 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
                 total = {k: total.get(k, 0.0) + v for k, v in part.items()}
             distributed.sum_gradients(model.parameters())  # under torchrun each process has a share of the minibatch
             total = distributed.add_up(total)
-            share = total.pop("weight", None)
-            total = {k: v if k == "loss" else v / share for k, v in total.items()}
-            if share is None:  # nothing was run; a gradient of 0 is not no gradient: the optimiser moves on by its momentum
-                total["loss"] = 0.0
-                for p in (p for group in optimizer.param_groups for p in group["params"]):
-                    p.grad = torch.zeros_like(p)
+            share = total.pop("weight", None)  # None: no episode was run
+            total = {"loss": 0.0} | {k: v if k == "loss" else v / share for k, v in total.items()}
             total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
             if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
                 optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights

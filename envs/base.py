@@ -55,6 +55,10 @@ class TextEnv(gymnasium.Env):
     def render(self):
         """The observation text, where an environment can give it at any time (gymnasium's checker asks for it)."""
 
+    def random_action(self, rng) -> str:
+        """What a player says who understands nothing but the rules: one of `actions`. For other games, to be overridden."""
+        return str(self.actions[rng.integers(len(self.actions))])
+
     def demonstrate(self) -> Iterator[str]:
         """Yield good actions, one a time, each from the state as it is then (the caller steps in between)."""
         raise NotImplementedError(f"{type(self).__name__} has no solver")

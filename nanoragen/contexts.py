@@ -49,6 +49,8 @@ class CachedContexts(PlainContexts):
         super().__init__(model, chat, sampling, contexts)
         if not contexts:
             return
+        from nanoragen.prefix import cache_name  # imports transformers
+
         prompts = list(dict.fromkeys(tuple(c) for c in contexts))
         number = {p: i for i, p in enumerate(prompts)}
         ids, mask = _pad_left(prompts, _pad_id(chat), model.device)
@@ -60,7 +62,7 @@ class CachedContexts(PlainContexts):
             use_cache=True,
             logits_to_keep=1,
         )
-        self.cache_name = "cache" if "cache" in out else "past_key_values"  # renamed within transformers 5
+        self.cache_name = cache_name(model)
         self.cache = out[self.cache_name]
         self.at = [number[tuple(c)] for c in contexts]
         self.start = [ids.shape[1] - len(c) for c in contexts]

@@ -120,11 +120,10 @@ def sum_tensors(tensors):
 
 
 def sum_gradients(parameters):
-    """Sum the gradients over the processes, in place. One without any (its share was empty) adds 0."""
-    if world() > 1:
-        import torch
+    """Sum the gradients over the processes, in place. Where nothing was run it is 0, which moves an optimiser by its momentum."""
+    import torch
 
-        trained = [p for p in parameters if p.requires_grad]
-        for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        sum_tensors([p.grad for p in trained])
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    sum_tensors([p.grad for p in trained])

@@ -97,11 +97,7 @@ def _actions(env, policy, rng):
     """Makes an endless or finite iterator of actions for a fresh episode; each is asked for in the state as it is then."""
     if policy == "demonstrate":
         return env.demonstrate
-    if hasattr(env, "random_action"):
-        return lambda: (env.random_action(rng) for _ in itertools.count())
-    return lambda: (
-        env.actions[rng.integers(len(env.actions))] for _ in itertools.count()
-    )  # the bandit's from reset on
+    return lambda: (env.random_action(rng) for _ in itertools.count())
 
 
 def _play(env, name, seed, group, sampling, actions):

@@ -54,7 +54,7 @@ def behind(model, ids, P: int) -> dict:
 
 
 def cache_name(model) -> str:
-    """What transformers calls the cache among this model's arguments."""
+    """What transformers calls the cache among this model's arguments: renamed within its version 5."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -44,7 +44,16 @@ MEASURED = {"mi": "mi_seq_estimate", "entropy": "conditional_entropy_est"}
 FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_value": 0.9}}
 # All runs are as long as each other, and what acts on them acts to the end: no decay of the learning rate, as in the paper's runs.
 COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1, "lr_schedule": "constant"}
-QUICK = {"env": "bandit", "lr": 3e-4, "steps": 100, "groups": 8, "group_size": 4, "final_episodes": 256, "grad_every": 20, "save_every": 50}
+QUICK = {
+    "env": "bandit",
+    "lr": 3e-4,
+    "steps": 100,
+    "groups": 8,
+    "group_size": 4,
+    "final_episodes": 256,
+    "grad_every": 20,
+    "save_every": 50,
+}
 FULL = {"env": "frozen_lake", "steps": 32, "groups": 16, "group_size": 8, "final_episodes": 256, "grad_every": 8, "save_every": 8}
 STRENGTHS = {
     "kl": ("beta", (0.1, 0.01, 1.0)),

@@ -206,7 +206,7 @@ def games(name: str) -> list:
 def random_plan(env, rng) -> list[str]:
     """What a demonstrator answers that does not think: any actions."""
     count = rng.integers(1, env.max_actions_per_turn + 1)
-    return [env.random_action(rng) if hasattr(env, "random_action") else str(rng.choice(env.actions)) for _ in range(count)]
+    return [env.random_action(rng) for _ in range(count)]
 
 
 def good_plan(env, rng) -> list[str]:
