@@ -8,16 +8,16 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from nanoragen import checkpoint, warmup
+from nanoragen import checkpoint, demonstrations, warmup
 from nanoragen.chat import Chat
 from nanoragen.model import load
 
 FOLDER = Path(warmup.__file__).parent / "assets" / "nano"
 
 
-def demonstrations(name, n):
-    env, rng = warmup.make(name, **warmup.OPTIONS.get(name, {})), np.random.default_rng(0)
-    return env.instruction, [warmup.demonstration(name, env, seed, rng)[0] for seed in range(n)]
+def demonstrated(name, n):
+    env, rng = demonstrations.make(name, **demonstrations.OPTIONS.get(name, {})), np.random.default_rng(0)
+    return env.instruction, [demonstrations.demonstration(name, env, seed, rng)[0] for seed in range(n)]
 
 
 def test_every_way_of_loading_gives_the_ids_of_training(tmp_path):
@@ -27,7 +27,7 @@ def test_every_way_of_loading_gives_the_ids_of_training(tmp_path):
     saved = checkpoint.save(tmp_path, 1, model, tokenizer)
     for other in (tokenizer, AutoTokenizer.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(saved), load(str(saved))[1]):
         for name in warmup.MIXTURE:
-            for turns in demonstrations(name, 5)[1]:
+            for turns in demonstrated(name, 5)[1]:
                 for text in (text for turn in turns for text in turn):
                     assert other(text, add_special_tokens=False)["input_ids"] == trained.encode(text, add_special_tokens=False).ids
 
@@ -36,7 +36,7 @@ def test_every_way_of_loading_gives_the_ids_of_training(tmp_path):
 def test_the_model_expects_what_demonstrators_of_new_instances_say(name):
     """Cross-entropy of replies, nats a token: phrasings and mistakes cost 0.4 to 0.6, not knowing the game costs more."""
     model, tokenizer = load()
-    instruction, episodes = demonstrations(name, 12)
+    instruction, episodes = demonstrated(name, 12)
     batch = [warmup.encode(Chat(tokenizer), instruction, turns) for turns in episodes]
     with torch.no_grad():
         _, replies, nats = warmup.loss_fn(model, batch, tokenizer.pad_token_id)
