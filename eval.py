@@ -94,6 +94,7 @@ def run(c: Config):
 
     from nanoragen import metrics
     from nanoragen import model as models
+    from nanoragen.contexts import why_plain
     from nanoragen.envs.base import eval_seeds
     from nanoragen.evaluate import evaluate
     from nanoragen.rollout import Sampling
@@ -101,6 +102,8 @@ def run(c: Config):
     torch.manual_seed(c.seed)
     model, tokenizer = models.load(c.model, device=c.device) if c.policy == "model" else (None, None)
     check_context(c, model)
+    if model and (slow := why_plain(model)):
+        print(slow)
     sampling = Sampling(
         temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,

@@ -336,6 +336,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     from nanoragen import advantages, checkpoint, collapse, faults, gradients, memory, metrics, report
     from nanoragen import model as models
     from nanoragen.batch import make_batch
+    from nanoragen.contexts import why_plain
     from nanoragen.critic import Critic
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
@@ -379,6 +380,8 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
     for text in memory.lines(model, tokenizer, c, envs[0], sampling):
         say(text)
+    if slow := why_plain(model):
+        say(slow)
 
     def held_out(n, label):
         phase(f"evaluation ({label})")

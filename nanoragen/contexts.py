@@ -5,6 +5,8 @@ and masks with keys and values of all but the last columns:
 
 - A prompt that several episodes share is encoded once, and keys and values are kept from turn to turn, so that a turn costs its
   new tokens only. Between two turns the kept ones are put together again without the columns that were padding.
+- The cache keeps every column in every layer, also where a layer looks back over a window only: masks count columns, rows have no
+  holes, so a window sees the same tokens as in the plain way.
 - A turn is played in legs: once enough rows have ended their replies, `generate` is left and goes on without them, so that a
   long reply does not keep the others busy with padding.
 
@@ -12,6 +14,8 @@ Left out on purpose: new episodes joining a running batch, an attention of our o
 contexts.
 """
 
+import inspect
+import math
 from contextlib import contextmanager
 
 import torch
@@ -49,20 +53,25 @@ class CachedContexts(PlainContexts):
         super().__init__(model, chat, sampling, contexts)
         if not contexts:
             return
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
         from nanoragen.prefix import cache_name  # imports transformers
 
         prompts = list(dict.fromkeys(tuple(c) for c in contexts))
         number = {p: i for i, p in enumerate(prompts)}
         ids, mask = _pad_left(prompts, _pad_id(chat), model.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
+        self.cache_name = cache_name(model)
+        cache = DynamicCache(config=model.config.get_text_config())
+        cache.layers = [DynamicLayer() for _ in cache.layers]  # a sliding layer of transformers would drop what is behind its window
         out = model(
             input_ids=ids[:, :-1],
             attention_mask=mask[:, :-1],
             position_ids=positions[:, :-1],
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_name: cache},
         )
-        self.cache_name = cache_name(model)
         self.cache = out[self.cache_name]
         self.at = [number[tuple(c)] for c in contexts]
         self.start = [ids.shape[1] - len(c) for c in contexts]
@@ -148,11 +157,27 @@ class _Leave:
         return self.ended | (self.ended.sum() >= max(LEG_ROWS, LEG_SHARE * len(now)))
 
 
-def can_keep_cache(model) -> bool:
-    """Whether every layer keeps all keys and values: a sliding window would count the holes as tokens."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+def positions(model) -> float:
+    """Tokens the model has positions for; infinity where it says nothing of it (BLOOM, Mamba)."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")  # of most, by transformers' own renaming (n_positions, ...); of MPT
+    return next((limit for name in names if (limit := getattr(config, name, None))), math.inf)
 
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config.get_text_config()).layers)
+
+def why_plain(model) -> str:
+    """Why keys and values cannot be kept from turn to turn, so that every context is encoded anew; "" if they can. A line to print."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    from nanoragen.prefix import cache_name
+
+    slow = f"rollouts encode every context anew each turn: {type(model).__name__}"
+    if cache_name(model) not in inspect.signature(model.forward).parameters:  # GPT-1
+        return f"{slow} takes no cache"
+    if getattr(model, "_is_stateful", False):
+        return f"{slow} carries a state from token to token"
+    layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config()).layers}
+    others = sorted(kind.__name__ for kind in layers - {DynamicLayer, DynamicSlidingWindowLayer})
+    return f"{slow} caches more than keys and values ({', '.join(others)})" if others else ""
 
 
 @contextmanager

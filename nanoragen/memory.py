@@ -77,8 +77,9 @@ def device_bytes(device) -> int:
 
 def lines(model, tokenizer, c, env, sampling) -> list[str]:
     """The estimate of a run as a line of text, and a second one if the model's device has less."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    tokens, device = longest(env, tokenizer, sampling, positions), model.device
+    from nanoragen.contexts import positions  # imports torch
+
+    tokens, device = longest(env, tokenizer, sampling, positions(model)), model.device
     compute = 2 if c.dtype == "bfloat16" or c.dtype == "auto" and device.type == "cuda" else 4
     weights, trained = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
     found, there = estimate(model.config, weights, trained, c, tokens, compute), device_bytes(device)

@@ -90,18 +90,16 @@ def load(name="nano", *, device=None, dtype=None):
         reason = " ".join(str(e).split())[:200]
         at = "this folder or file" if Path(where).exists() else "no such folder here, and from the hub"
         raise ValueError(f"model: {name} cannot be loaded ({at}: {reason}); {VALID} (the hub needs a network)") from e
-    if getattr(model, "_is_stateful", False) and not {"cache", "past_key_values", "cache_params"} & set(
-        inspect.signature(model.forward).parameters
-    ):  # RWKV: its state takes in the padding, whatever the mask says
-        raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that heeds its mask")
     if "gguf_file" in extra and getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer.remove_quantization_config(model)  # it is a plain model now, to be trained and saved as one
-    model.to(device)
+    model.to(device).eval()
+    if not heeds_its_mask(model):
+        raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that heeds its mask")
     if device.type == "cuda" and is_flash_attn_2_available() and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from the sampler, so pad = eos is harmless
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def load_policy(c, saved=None, device=None):
@@ -120,6 +118,41 @@ def load_policy(c, saved=None, device=None):
         if saved:
             lora.load(model, saved)
     return model, tokenizer
+
+
+def heeds_its_mask(model) -> bool:
+    """Whether a row gives the same numbers alone and padded on the left beside another, as a rollout has it.
+
+    Attention over keys and values leaves out what is masked, so only other models are asked, on a few tokens: the state of some
+    takes in the padding (RWKV, RecurrentGemma). A model that cannot run such rows at all does not heed them either.
+    """
+    import torch
+
+    from nanoragen.contexts import why_plain
+    from nanoragen.stop import out_of_memory
+
+    if not why_plain(model):
+        return True
+    weight = next(model.parameters())
+    ids = torch.arange(32, device=weight.device).view(2, 16) % model.config.get_text_config().vocab_size
+    mask = torch.ones_like(ids)
+    mask[0, :-3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+
+    def last(at) -> torch.Tensor:  # logits of the first row's last token
+        more = {"position_ids": positions[at]} if takes else {}
+        return model(input_ids=ids[at], attention_mask=mask[at], **more).logits[0, -1].float()
+
+    try:
+        with torch.no_grad():
+            alone, padded = last((slice(0, 1), slice(-3, None))), last((slice(None), slice(None)))
+    except Exception as e:  # whatever a model does with what it was not made for
+        if out_of_memory(e):
+            raise
+        return False
+    close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.05
+    return torch.allclose(padded, alone, rtol=close, atol=close * alone.std().item(), equal_nan=True)  # NaN is the rollout's to report
 
 
 def _gguf_arguments() -> dict:

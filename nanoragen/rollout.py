@@ -23,7 +23,7 @@ import torch
 
 from nanoragen import distributed
 from nanoragen.chat import Chat, parse_reply, reasoning_span
-from nanoragen.contexts import CachedContexts, PlainContexts, can_keep_cache, sampling_mode
+from nanoragen.contexts import CachedContexts, PlainContexts, positions, sampling_mode, why_plain
 from nanoragen.envs.base import MAX_REWARD, check_attributes
 from nanoragen.faults import containing, time_limit
 
@@ -138,8 +138,7 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
         if not t.over and prompts.setdefault((t.episode.group, t.episode.seed), t.episode.ids) != t.episode.ids:
             with t._faults():
                 raise ValueError(f"env: {t.name} gave two different first observations; valid: reset(seed) alone decides")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limit = min(sampling.max_context or math.inf, positions or math.inf)
+    limit = min(sampling.max_context or math.inf, positions(model))
     with sampling_mode(model):
         for rows in _chunks([t.episode.group for t in tables], sampling.rollout_batch or len(tables)):
             _play([tables[r] for r in rows], model, chat, sampling, limit, progress)
@@ -170,7 +169,7 @@ def _chunks(groups, size: int):
 def _play(tables, model, chat, sampling, limit, progress):
     """Play these episodes to their ends, all in step."""
     tables = [t for t in tables if not t.over and not t.out_of_context(len(t.episode.ids), limit)]
-    keep = sampling.keep_cache and can_keep_cache(model)
+    keep = sampling.keep_cache and not why_plain(model)
     contexts = (CachedContexts if keep else PlainContexts)(model, chat, sampling, [t.episode.ids for t in tables])
     turn = 0
     while tables:

@@ -226,8 +226,11 @@ def check(c):
 
 def check_context(c, model=None):
     """ValueError where one reply alone fills the context: no episode could begin. model: once it is loaded, its positions count."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if model else None
-    limits = [(n, of) for n, of in ((c.max_context, "--max_context"), (positions, f"the context of {c.model}")) if n]
+    limits = [(c.max_context, "--max_context")] if c.max_context else []
+    if model:
+        from nanoragen.contexts import positions  # imports torch
+
+        limits.append((positions(model), f"the context of {c.model}"))
     limit, of = min(limits, default=(math.inf, ""))
     if c.max_tokens >= limit:
         raise ValueError(f"max_tokens: {c.max_tokens} with {of} {limit}; valid: below {limit} by the length of a prompt")

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import DynamicCache
 
+from nanoragen.contexts import positions
 from nanoragen.kernels.cross import cross_logprob_matrix
 from nanoragen.prefix import cache_name, rope_changes, same, why_not
 
@@ -66,11 +67,6 @@ def distinct(lists) -> tuple[list[list[int]], list[int]]:
     index = {}
     places = [index.setdefault(tuple(ids), len(index)) for ids in lists]
     return [list(key) for key in index], places
-
-
-def positions(model) -> float:
-    """Tokens the model has positions for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
 
 
 @contextmanager
