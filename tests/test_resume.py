@@ -17,7 +17,7 @@ SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size"
 SETTINGS = {
     "default": [],
     "kl, epochs, decay": ["--beta", "0.1", "--epochs", "2", "--minibatches", "2", "--weight_decay", "0.1", "--filter", "none",
-                          "--entropy_coef", "0.01", "--lr_schedule", "cosine"],
+                          "--entropy_coef", "0.01", "--lr_schedule", "cosine", "--gradient_checkpointing"],
     "dr_grpo": ["--algo", "dr_grpo", "--soft_reweight"],
     "dapo": ["--algo", "dapo", "--scale", "per_reward", "--filter", "ragen"],
     "rloo": ["--algo", "rloo", "--credit", "turn"],

@@ -1,12 +1,14 @@
 """The maths of train.py against worked values, and its invariants on a tiny random model."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import byte_tokenizer, tiny_model
+from helpers import byte_tokenizer, saved_model, tiny_model
 
+import eval as evaluation
 import train
 from nanoragen.batch import make_batch, micro_batches
 from nanoragen.kernels.advantage import group_advantages
@@ -289,3 +291,27 @@ def test_a_reply_as_long_as_the_context_is_refused(tiny):
         check_context(Config(max_tokens=2048), model)
     check(Config(max_context=65))
     check_context(Config(max_tokens=2047), model)
+
+
+def test_a_reply_as_long_as_the_context_of_mpt_is_refused():
+    from transformers import MptConfig
+
+    from nanoragen.settings import check_context
+
+    model = SimpleNamespace(config=MptConfig(max_seq_len=64))
+    with pytest.raises(ValueError, match="^max_tokens: 64 with the context of nano 64; valid"):
+        check_context(Config(), model)
+
+
+def test_slow_rollouts_are_told_of_once(tmp_path, capsys):
+    """GPT-1 has no cache; it trains all the same."""
+    saved_model(tmp_path / "m", kind="gpt1")
+    few = ["--env", "bandit", "--model", str(tmp_path / "m"), "--max_tokens", "4"]
+    small = ["--steps", "2", "--groups", "2", "--group_size", "2", "--final_episodes", "2", "--filter", "none"]
+    train.main([*few, *small, "--out", str(tmp_path / "run")])
+    told = "rollouts encode every context anew each turn: OpenAIGPTLMHeadModel takes no cache"
+    assert capsys.readouterr().out.count(told) == 1
+    evaluation.main([*few, "--episodes", "2", "--out", str(tmp_path / "e")])
+    assert capsys.readouterr().out.count(told) == 1
+    evaluation.main(["--env", "bandit", "--max_tokens", "4", "--episodes", "2", "--out", str(tmp_path / "e")])
+    assert "anew" not in capsys.readouterr().out

@@ -83,6 +83,12 @@ def tiny_model(tokenizer, kind="qwen2", *, seed=0, positions=2048, dropout=0.0):
     """A random model of two narrow layers in eval mode. Its weights are large, so that its choices differ."""
     torch.manual_seed(seed)
     vocab = len(tokenizer)
+    if kind == "gpt1":  # without a cache
+        from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+        config = OpenAIGPTConfig(vocab_size=vocab, n_positions=positions, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3,
+                                 attn_pdrop=dropout, embd_pdrop=dropout, resid_pdrop=dropout)  # fmt: skip
+        return OpenAIGPTLMHeadModel(config).eval()
     if kind == "gpt2":
         config = GPT2Config(
             vocab_size=vocab, n_positions=positions, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3,

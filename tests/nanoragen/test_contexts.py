@@ -11,7 +11,7 @@ import torch
 
 from helpers import byte_tokenizer, tiny_model
 from nanoragen import contexts
-from nanoragen.contexts import CachedContexts, PlainContexts, sampling_mode
+from nanoragen.contexts import CachedContexts, PlainContexts, positions, sampling_mode, why_plain
 from nanoragen.rollout import Sampling
 
 TOKENIZER = byte_tokenizer()
@@ -90,6 +90,61 @@ def test_legs_draw_and_note_what_the_twin_does(kind, temperature, many_legs):
         want = rows_left(n)
         assert rows == want or rows == want[:-1]  # no new leg for the last column
     assert temperature == 0 or max(map(len, calls)) > 3 and len({n for turn in lengths for n in turn}) > 5
+
+
+def windowed(kind, window):
+    """A model whose layers, or every second of them, look back over a window (of tokens, or in chunks of so many) only."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    how = dict(vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+               head_dim=16, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
+    if kind == "mistral":
+        return MistralForCausalLM(MistralConfig(**how, sliding_window=window)).eval()
+    if kind == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        return Gemma3ForCausalLM(Gemma3TextConfig(**how, sliding_window=window, layer_types=kinds)).eval()
+    kinds = ["chunked_attention", "full_attention"]
+    config = Llama4TextConfig(**how, attention_chunk_size=window, layer_types=kinds, num_local_experts=2, intermediate_size_mlp=32)
+    return Llama4ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("window", [7, 512])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "llama4"])
+def test_a_window_keeps_the_cache(kind, window, many_legs):
+    """Contexts here have 3 to over 50 tokens: far beyond the shorter window, and never as many as the longer."""
+    model, ids = windowed(kind, window), torch.arange(40)[None]
+    assert not why_plain(model)
+    other = windowed(kind, 19)(ids).logits
+    assert not torch.allclose(model(ids).logits, other, atol=0.01)  # a window is seen
+    lengths, calls = both(model, EVERY_FIFTH, 9)
+    assert max(map(len, calls)) > 3 and len({n for turn in lengths for n in turn}) > 5
+
+
+def test_models_without_keys_and_values_of_all_layers_say_so():
+    """One without a cache, one that carries a state, and one of whose layers one is a convolution with a state."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1))
+    config = Lfm2Config(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                        num_key_value_heads=1, layer_types=["conv", "full_attention"])  # fmt: skip
+    said = [why_plain(model) for model in (tiny_model(TOKENIZER, "gpt1"), mamba, Lfm2ForCausalLM(config))]
+    for line, holds in zip(said, ("OpenAIGPTLMHeadModel takes no cache", "Mamba", "Lfm2ForCausalLM caches more")):
+        assert line.startswith("rollouts encode every context anew") and holds in line and "\n" not in line
+    assert not any(why_plain(model_of(kind)) for kind in ("qwen2", "gpt2", "llama", "gpt_neox"))
+
+
+def test_positions_are_found_under_every_name():
+    from transformers import BloomConfig, GPTJConfig, MambaConfig, MptConfig, Qwen2Config
+
+    for config, want in (
+        (MptConfig(max_seq_len=77), 77),
+        (GPTJConfig(n_positions=78), 78),
+        (Qwen2Config(max_position_embeddings=79), 79),
+        (BloomConfig(), float("inf")),
+        (MambaConfig(), float("inf")),
+    ):
+        assert positions(SimpleNamespace(config=config)) == want
 
 
 def test_nobody_leaves_and_the_rows_change_places(many_legs):

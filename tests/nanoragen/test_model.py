@@ -149,14 +149,66 @@ def test_gguf_without_its_package_is_one_line(tmp_path, monkeypatch):
         models.load(str(tmp_path / "x.gguf"))
 
 
-def test_a_model_that_reads_padding_as_text_is_refused(tmp_path):
-    """RWKV leaves the mask unused, and has no keys and values to keep."""
-    from transformers import RwkvConfig, RwkvForCausalLM
+def stateful(kind):
+    """A random model of a kind that is more than attention, or has no cache."""
+    import transformers as t
 
-    RwkvForCausalLM(RwkvConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    how = dict(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+               bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
+    mamba = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8)
+    if kind == "rwkv":
+        return t.RwkvForCausalLM(t.RwkvConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2))
+    if kind == "recurrent_gemma":
+        return t.RecurrentGemmaForCausalLM(t.RecurrentGemmaConfig(**how | {"num_hidden_layers": 3}, lru_width=32, head_dim=16))
+    if kind == "mamba":
+        return t.MambaForCausalLM(t.MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2))
+    if kind == "mamba2":
+        more = dict(num_heads=4, head_dim=16, n_groups=1, state_size=8, chunk_size=8)
+        return t.Mamba2ForCausalLM(t.Mamba2Config(vocab_size=300, hidden_size=32, num_hidden_layers=2, **more))
+    if kind == "jamba":
+        more = dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=4)
+        return t.JambaForCausalLM(t.JambaConfig(**how, **more, use_mamba_kernels=False))
+    if kind == "falcon_h1":
+        return t.FalconH1ForCausalLM(t.FalconH1Config(**how, **mamba, mamba_d_ssm=64))
+    if kind == "bamba":
+        return t.BambaForCausalLM(t.BambaConfig(**how, **mamba, attn_layer_indices=[1]))
+    if kind == "lfm2":
+        return t.Lfm2ForCausalLM(t.Lfm2Config(**how, layer_types=["conv", "full_attention"]))
+    return tiny_model(byte_tokenizer(), "gpt1")
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma"])
+def test_a_model_that_reads_padding_as_text_is_refused(kind, tmp_path):
+    """RWKV leaves the mask unused; in RecurrentGemma the attention heeds it, and the recurrent state takes the padding in."""
+    model = stateful(kind)
+    model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="^model: [^\n]*RwkvForCausalLM[^\n]* would read padding as text; valid: [^\n]*$"):
+    with pytest.raises(ValueError, match=f"^model: [^\n]*{type(model).__name__}[^\n]* would read padding as text; valid: [^\n]*$"):
         models.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "jamba", "falcon_h1", "bamba", "lfm2", "gpt1"])
+def test_a_model_with_a_state_that_heeds_its_mask_is_let_in(kind):
+    asked, model = [], stateful(kind).eval()
+    model.register_forward_pre_hook(lambda *_: asked.append(1))
+    assert models.heeds_its_mask(model) and asked
+    with torch.no_grad():  # NaN is the rollout's to report
+        model.get_output_embeddings().weight[3] = float("nan")
+    assert models.heeds_its_mask(model)
+
+
+def test_ordinary_models_are_not_asked_for_their_padding(monkeypatch):
+    model = tiny_model(byte_tokenizer())
+    model.register_forward_pre_hook(lambda *_: pytest.fail("it was run"))
+    assert models.heeds_its_mask(model)
+
+
+def test_to_lack_memory_is_no_answer_to_the_question_for_padding(monkeypatch):
+    model = stateful("mamba")
+    model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator: can't allocate memory")))
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        models.heeds_its_mask(model)
 
 
 def test_reference_is_a_frozen_copy():

@@ -198,6 +198,17 @@ def test_other_models_share_or_are_run_in_full(kind, shared):
         assert close(found, by_row(model, make_batch(episodes, 0), 1.0), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_to_lack_memory_is_not_to_differ(error):
+    def fails():
+        raise error
+
+    with pytest.raises(type(error)):
+        prefix.same(fails, lambda: torch.zeros(1))
+
+
 @pytest.mark.parametrize("fault", ["positions start again", "the cache is left out", "an error"])
 def test_a_model_that_gives_other_numbers_with_a_cache_is_run_in_full(fault, shared):
     model, (episodes, _) = model_of("qwen2"), CASES["groups of one instruction"]

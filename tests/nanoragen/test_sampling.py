@@ -11,7 +11,6 @@ import nanoragen.rollout
 from helpers import FORGETFUL, Ladder, byte_tokenizer, tiny_model
 from nanoragen.batch import make_batch
 from nanoragen.chat import Chat
-from nanoragen.contexts import can_keep_cache
 from nanoragen.draw import Draw, draw
 from nanoragen.rollout import Sampling, rollout
 
@@ -295,17 +294,39 @@ def test_r18_gradient_checkpointing_leaves_the_cache_on(forwards, caplog):
     assert len(caplog.records) <= 1
 
 
-def test_a_sliding_window_takes_the_plain_path():
+def test_a_sliding_window_keeps_the_cache(forwards):
+    """Of 16 tokens, and contexts of over a hundred."""
     from transformers import MistralConfig, MistralForCausalLM
 
     tokenizer = byte_tokenizer()
     small = dict(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
     )
+    torch.manual_seed(0)
     config = MistralConfig(vocab_size=len(tokenizer), sliding_window=16, bos_token_id=None, eos_token_id=None, **small)
     model = MistralForCausalLM(config).eval()
-    assert not can_keep_cache(model) and all(can_keep_cache(tiny_model(tokenizer, kind)) for kind in KINDS)
-    assert all(len(e.turns) == 2 for e in run(model, tokenizer, max_turns=2))
+    plain = run(model, tokenizer, max_turns=3, keep_cache=False)
+    shapes = forwards(model)
+    assert run(model, tokenizer, max_turns=3) == plain and all(len(e.turns) == 3 and len(e.ids) > 100 for e in plain)
+    assert shapes[0][0] == 3 and all(C < shapes[0][1] for _, C in shapes[1:])  # the prompts once, and never a whole context again
+
+
+def test_a_model_without_a_cache_plays():
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer, "gpt1")
+    episodes = run(model, tokenizer, max_turns=2)
+    assert all(len(e.turns) == 2 for e in episodes)
+    for episode, wanted in zip(episodes, token_logprobs(model, episodes, tokenizer.pad_token_id)):
+        assert torch.allclose(torch.tensor(episode.logprobs), wanted, atol=1e-4)
+
+
+def test_episodes_end_where_mpt_has_no_more_positions():
+    from transformers import MptConfig, MptForCausalLM
+
+    tokenizer = byte_tokenizer()
+    model = MptForCausalLM(MptConfig(vocab_size=len(tokenizer), d_model=32, n_heads=2, n_layers=1, max_seq_len=200)).eval()
+    episodes = run(model, tokenizer, max_turns=50)
+    assert all(e.truncated == "context" and len(e.ids) <= 200 for e in episodes) and max(len(e.turns) for e in episodes) > 1
 
 
 # -- broken weights ----------------------------------------------------------------------------------------------------
