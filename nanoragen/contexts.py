@@ -63,7 +63,7 @@ class CachedContexts(PlainContexts):
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         self.cache_name = cache_name(model)
         cache = DynamicCache(config=model.config.get_text_config())
-        cache.layers = [DynamicLayer() for _ in cache.layers]  # a sliding layer of transformers would drop what is behind its window
+        cache.layers = [DynamicLayer() for _ in cache.layers]  # a sliding layer would drop what is behind its window
         out = model(
             input_ids=ids[:, :-1],
             attention_mask=mask[:, :-1],

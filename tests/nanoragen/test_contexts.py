@@ -94,11 +94,12 @@ def test_legs_draw_and_note_what_the_twin_does(kind, temperature, many_legs):
 
 def windowed(kind, window):
     """A model whose layers, or every second of them, look back over a window (of tokens, or in chunks of so many) only."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig
+    from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    how = dict(vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-               head_dim=16, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
+    how = dict(vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+               num_key_value_heads=1, head_dim=16, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
     if kind == "mistral":
         return MistralForCausalLM(MistralConfig(**how, sliding_window=window)).eval()
     if kind == "gemma3":

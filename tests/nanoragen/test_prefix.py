@@ -199,7 +199,8 @@ def test_other_models_share_or_are_run_in_full(kind, shared):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
 def test_to_lack_memory_is_not_to_differ(error):
     def fails():
