@@ -2,9 +2,9 @@
 
 Where TRL 1.16 or verl 0.9 is installed their own functions are called; everywhere the numbers they gave are compared
 (`PYTHONPATH=. python tests/test_references.py` prints anew those of what is installed). All in float64, on ragged rows with gaps
-where observations would be. verl's `core_algos` needs few of verl's dependencies: `pip install --no-deps verl==0.9.0`, then what its
-import asks for (ray, tensordict 0.10, omegaconf, codetiming and small ones of theirs). What no reference computes is worked out by
-hand in test_algorithms.py.
+where observations would be. verl's `core_algos` needs few of verl's dependencies: `pip install --no-deps verl==0.9.0`, then
+what its import asks for (ray, tensordict 0.10, omegaconf, codetiming and small ones of theirs).
+Left out: what no reference computes; it is worked out by hand in test_algorithms.py.
 """
 
 import json
