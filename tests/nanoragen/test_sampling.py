@@ -299,9 +299,7 @@ def test_a_sliding_window_takes_the_plain_path():
     from transformers import MistralConfig, MistralForCausalLM
 
     tokenizer = byte_tokenizer()
-    small = dict(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
+    small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     config = MistralConfig(vocab_size=len(tokenizer), sliding_window=16, bos_token_id=None, eos_token_id=None, **small)
     model = MistralForCausalLM(config).eval()
     assert not can_keep_cache(model) and all(can_keep_cache(tiny_model(tokenizer, kind)) for kind in KINDS)
