@@ -49,9 +49,7 @@ class Config:
     rollout_batch: int = flag(0, "episodes generated at a time; 0: all")
     seed: int = flag(0, "of the sampling; the instances are always the same")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU"
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU")
     show: int = flag(0, "episodes to print")
     out: str = flag("", "file for the episodes, written anew; default runs/eval/<env>-<model>.jsonl")
     json: bool = flag(False, "print one JSON object as the last line")
@@ -134,9 +132,7 @@ def progress(text: str):
 def readable(episode) -> str:
     """An episode to read: what was said, and what it earned."""
     end = "solved" if episode.success else f"out of {episode.truncated}" if episode.truncated else "failed"
-    lines = [
-        f"===== {episode.env}, seed {episode.seed}: {end}, reward {episode.reward:.2f}, {len(episode.turns)} turns ====="
-    ]
+    lines = [f"===== {episode.env}, seed {episode.seed}: {end}, reward {episode.reward:.2f}, {len(episode.turns)} turns ====="]
     lines += [f"[system] {episode.instruction}"]
     for n, turn in enumerate(episode.turns, 1):
         did = ", ".join(turn.actions) if turn.parsed else "nothing, the reply does not parse"

@@ -72,8 +72,12 @@ def _read_rows(path: str, _stamp, read, arguments) -> list:
         raise ValueError(f"data: {path} is one JSON object over several lines; valid: a list of objects, or one object a line")
     halves = re.search(rb"\\u[dD][89a-fA-F]", content)  # halves of a character outside the first 65,536
 
+    long = one_list and re.search(rb"\d{640}", content)  # the fewest digits that Python can be told to refuse
+
     def used(row):
         row = row if one_list else _row(row)
+        if long:
+            json.dumps(row, default=_refuse)
         found = read(row if isinstance(row, dict) else {}, *arguments)
         if halves:
             json.dumps(found, ensure_ascii=False, default=vars).encode()  # ValueError for one without the other: it is no text
@@ -84,9 +88,21 @@ def _read_rows(path: str, _stamp, read, arguments) -> list:
 
 def _json(path, content: bytes):
     try:
-        return json.loads(content.decode())
+        return json.loads(content.decode(), parse_int=_whole)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"data: {path} is neither JSON nor JSONL ({e}); valid: one list, or one object a line") from e
+
+
+def _whole(digits: str):
+    """The number; of more digits than Python reads the error, so that it costs its own row and not the whole list."""
+    try:
+        return int(digits)
+    except ValueError as e:
+        return e
+
+
+def _refuse(error):
+    raise error
 
 
 def _is_object(content: bytes) -> bool:

@@ -86,9 +86,7 @@ class Sokoban(TextEnv):
             cells = [WALL if c in self.walls else self._symbol(c) for c in range(self.height * self.width)]
             lines += ["".join(cells[r * self.width : (r + 1) * self.width]) for r in range(self.height)]
         if self.observation != "grid":
-            free = [
-                a.lower() for a, d in self._delta.items() if self._next(self.player, self.boxes, d)[0] != self.player
-            ]
+            free = [a.lower() for a, d in self._delta.items() if self._next(self.player, self.boxes, d)[0] != self.player]
             lines.append(
                 f"box {self._from_player(self.boxes)} target {self._from_player(self.targets)} free {' '.join(free) or 'none'}"
             )

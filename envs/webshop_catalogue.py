@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoragen.envs.data import ODD, stamp, usable
+from nanoragen.envs.data import stamp, usable
 from nanoragen.envs.retrieval import Index
 
 EVERY = 5  # one product in so many is asked for in evaluation alone
@@ -192,12 +192,6 @@ def _from_files(file: Path, attributes: Path, people: Path, *_stamps) -> Catalog
     told = _read(people, dict) if people.exists() else {}
     products, goals, taken = [], [], set()
 
-    def use(row):
-        try:
-            add(row)
-        except (ValueError, *ODD) as e:
-            raise ValueError(f"product {row!r:.40} cannot be used ({e!r}); valid: WebShop's items_shuffle.json") from e
-
     def add(row):
         if row["asin"] == "nan" or len(row["asin"]) > 10 or row["asin"] in taken:  # as WebShop skips them
             return
@@ -212,7 +206,7 @@ def _from_files(file: Path, attributes: Path, people: Path, *_stamps) -> Catalog
         products.append(product)
         taken.add(row["asin"])
 
-    usable(file, rows, use)
+    usable(file, rows, add)
     if not goals:
         raise ValueError(f"data: {file} and the files beside it ask for none of its products; valid: WebShop's files")
     return Catalogue(products, goals)

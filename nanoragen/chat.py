@@ -32,9 +32,7 @@ class Chat:
 
     def __init__(self, tokenizer):
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                "model: its tokenizer has no chat template; valid: a chat (instruct) model, or set chat_template"
-            )
+            raise ValueError("model: its tokenizer has no chat template; valid: a chat (instruct) model, or set chat_template")
         self.tokenizer = tokenizer
         # Glue of a later turn, from a conversation without a system message: some templates move that to the last turn.
         u1, u2, u3 = ({"role": "user", "content": u} for u in USERS)
@@ -50,9 +48,7 @@ class Chat:
         ends = [self._end_id, tokenizer.eos_token_id]
         self.end_ids = list(dict.fromkeys(i for i in ends if i is not None))
         if not self.end_ids:
-            raise ValueError(
-                "model: neither its chat template nor its tokenizer has an end-of-turn token; set eos_token"
-            )
+            raise ValueError("model: neither its chat template nor its tokenizer has an end-of-turn token; set eos_token")
 
     def prompt(self, instruction: str, observation: str) -> list[int]:
         """Ids of the first turn's context: system, first observation, up to and including "<think>"."""
@@ -65,9 +61,7 @@ class Chat:
         """
         ids = self._encode(self._glue + observation + self._tail)
         if reply_ids and reply_ids[-1] in self.end_ids and self._end_id is not None:
-            ids = ids[
-                ids.index(self._end_id) + 1 :
-            ]  # the first one is the template's: it stands before the observation
+            ids = ids[ids.index(self._end_id) + 1 :]  # the first one is the template's: it stands before the observation
         return ids
 
     def decode(self, ids: list[int]) -> str:

@@ -10,6 +10,7 @@ transformers' HfArgumentParser does the work (its module alone imports in under 
   completed (`--temp` is not `--temperature`), and nothing is ignored.
 - Values in the file are taken as written, so that `lr: 1e-5` is a number (to YAML itself it would be a text).
 - `--flag`, `--no_flag`, `--flag true`, `--flag false` for every bool.
+- A flag given twice stops the program too, as one of its values would not be read. Only `--config` may be given again.
 
 Every error is "prog: error: setting: what is wrong; valid: ..." on standard error with exit status 2.
 Left out: nested sections, interpolation, and any other way to set a value.
@@ -34,6 +35,7 @@ def parse(config_class, argv, prog: str, description: str):
     parser = _parser(config_class, prog, description)
     try:
         namespace = _parse(parser, config_class, argv)
+        once(parser, argv)
         if namespace.config is not None:
             read = [arg for path in namespace.config for arg in _read(path, config_class)]
             namespace = _parse(parser, config_class, read + argv)
@@ -47,6 +49,21 @@ def fail(prog: str, error) -> typing.NoReturn:
     """Print an error as one line on standard error, and exit with status 2."""
     sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
     sys.exit(2)
+
+
+def once(parser: argparse.ArgumentParser, argv):
+    """ValueError for the first setting that a list of arguments (None: those of the process) gives twice, however spelt.
+
+    For a parser without abbreviations, and arguments that it has parsed. What is collected (--config) may be given again.
+    """
+    seen = set()
+    for arg in sys.argv[1:] if argv is None else argv:
+        action = parser._option_string_actions.get(arg.split("=")[0])
+        if action is None or isinstance(action, argparse._AppendAction):
+            continue
+        if action.dest in seen:
+            raise ValueError(f"{action.dest}: is given twice; valid: --{action.dest} once")
+        seen.add(action.dest)
 
 
 def options(text: str) -> dict:
@@ -128,9 +145,7 @@ def _parser(config_class, prog, description) -> HfArgumentParser:
     for f in dataclasses.fields(config_class):
         if kinds[f.name] is bool and f.default is False:  # HfArgumentParser has it only where the default is True
             names = {f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"}
-            parser.add_argument(
-                *sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS
-            )
+            parser.add_argument(*sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS)
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="YAML file of settings; of several the later win, and flags over all"
     )
@@ -176,11 +191,7 @@ def _parse(parser, config_class, argv) -> argparse.Namespace:
 
 def _unknown(name, where, dashes, config_class) -> str:
     near = nearest(name.lstrip("-"), config_class)
-    return (
-        f"{name}: there is no such setting{where}; "
-        + (f"did you mean {dashes}{near}? " if near else "")
-        + "valid: see --help"
-    )
+    return f"{name}: there is no such setting{where}; " + (f"did you mean {dashes}{near}? " if near else "") + "valid: see --help"
 
 
 def _read(path: str, config_class) -> list[str]:

@@ -196,9 +196,7 @@ class Measurement(dict):
         self.sums, self.own, self.lengths, self.column_keys = sums, own, lengths, column_keys
 
 
-def measure(
-    model, episodes, *, sampling="first_turn", max_prompts=8, rows_per_prompt=2, temperature=1.0, seed=0
-) -> Measurement:
+def measure(model, episodes, *, sampling="first_turn", max_prompts=8, rows_per_prompt=2, temperature=1.0, seed=0) -> Measurement:
     """One measurement for a training step: choose rows, make the matrix, read it.
 
     "first_turn": max_prompts groups drawn by seed, rows_per_prompt of the episodes of each. "trajectory": max_prompts

@@ -105,9 +105,7 @@ def _play(env, name, seed, group, sampling, actions):
     from nanoragen.rollout import Episode, Turn
 
     state, info = env.reset(seed=seed)
-    episode = Episode(
-        name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"]
-    )
+    episode = Episode(name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"])
     max_turns, max_actions = (
         sampling.max_turns or env.max_turns,
         sampling.max_actions_per_turn or env.max_actions_per_turn,

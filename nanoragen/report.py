@@ -309,12 +309,13 @@ class Report:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m nanoragen.report", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m nanoragen.report", description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", help="folders of runs; several are compared")
     parser.add_argument("--out", help="file to write; default report.html, for several runs compare.html, in the first folder")
     a = parser.parse_args(argv)
     out = Path(a.out or Path(a.runs[0]) / ("report.html" if len(a.runs) == 1 else "compare.html"))
     try:
+        cli.once(parser, argv)
         for folder in map(Path, a.runs):
             if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
                 raise ValueError(f"runs: {folder} holds no run; valid: a folder with metrics.jsonl, as train.py makes it")

@@ -22,14 +22,16 @@ RAGEN_FILTER = {
 }  # fmt: skip
 
 
+MAX_REWARD = 1e15  # envs.base has it too; to import it from there takes gymnasium along
+
 # beyond these a run ends in an overflow, or never: no result is meant. temperature and format_penalty: the least
 MOST = {
     "steps": 10**9, "groups": 10**6, "group_size": 10**6, "max_tokens": 10**6, "max_turns": 10**6, "max_actions_per_turn": 10**6,
     "epochs": 10**6, "minibatches": 10**6, "lr_warmup": 10**9, "lora": 10**5, "lora_alpha": 1e6, "lr": 100.0, "critic_lr": 100.0,
-    "weight_decay": 1e4, "beta": 1e6, "loss_length": 10**9, "value_clip": 1e15, "reward_noise": 1e15, "filter_eps": 1.0,
+    "weight_decay": 1e4, "beta": 1e6, "loss_length": 10**9, "value_clip": MAX_REWARD, "reward_noise": MAX_REWARD, "filter_eps": 1.0,
     "env_timeout": 1e6, "temperature": 1e6, "final_episodes": 10**6, "eval_episodes": 10**6,
 }  # fmt: skip
-LEAST = {"temperature": 1e-3, "format_penalty": -1e15, "entropy_coef": -1e6}
+LEAST = {"temperature": 1e-3, "format_penalty": -MAX_REWARD, "entropy_coef": -1e6}
 DEVICES = r"|auto|cpu|cuda(:\d{1,4})?"
 
 

@@ -84,7 +84,7 @@ def python(code, site, tmp_path, extra=()):
         "import site, sys\n"
         f"for p in {paths!r}: site.addsitedir(p)\n"
         f"sys.path += [p for p in {packages!r} if p not in sys.path]\n"
-    )
+    )  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     command = [sys.executable, "-S", "-c", start + code]
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -105,9 +105,7 @@ def test_import_names(way, fake, installed, tmp_path):
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.12.0\n")
         extra = [tmp_path / "fake"]
     site = installed(way)
-    code = PROBE.format(
-        script=str(ROOT) if way == "checkout" else "", home=str(site if way == "wheel" else ROOT), fake=fake
-    )
+    code = PROBE.format(script=str(ROOT) if way == "checkout" else "", home=str(site if way == "wheel" else ROOT), fake=fake)
     if way == "checkout" and fake:  # the script's folder comes first, as in real life: no regular package may stand there
         assert not (ROOT / "kernels" / "__init__.py").exists() and not (ROOT / "envs" / "__init__.py").exists()
     done = python(code, site, tmp_path, extra)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from nanoragen import checkpoint, metrics, settings
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
-         "--final_episodes", "4", "--save_every", "1", "--keep", "9", "--eval_every", "2"]  # fmt: skip
+         "--final_episodes", "4", "--keep", "9", "--eval_every", "2"]  # fmt: skip
+EACH = ["--save_every", "1"]
 SETTINGS = {
     "default": [],
     "kl, epochs, decay": ["--beta", "0.1", "--epochs", "2", "--minibatches", "2", "--weight_decay", "0.1", "--filter", "none",
@@ -45,10 +46,10 @@ def test_killed_and_resumed_equals_not_killed_bit_for_bit(more, tmp_path, monkey
     if "--lora" in more:
         pytest.importorskip("peft")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train.main([*SMALL, *more, "--out", str(whole)])
+    train.main([*SMALL, *EACH, *more, "--out", str(whole)])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         killed_after(2, patch)
-        train.main([*SMALL, *more, "--out", str(cut)])
+        train.main([*SMALL, *EACH, *more, "--out", str(cut)])
     torch.manual_seed(99)  # a new process has other random states
     train.main(["--resume", str(cut)])
     assert timeless(cut) == timeless(whole) and [line["step"] for line in timeless(cut)] == [1, 2, 3, 4]

@@ -275,9 +275,7 @@ def test_settings_that_cannot_work_are_named(bad, key):
 
 def test_learning_rate_schedule():
     c = Config(lr_warmup=4, lr_schedule="linear")
-    assert train.learning_rate(0, 100, c) == pytest.approx(0.2) and train.learning_rate(50, 100, c) == pytest.approx(
-        0.5
-    )
+    assert train.learning_rate(0, 100, c) == pytest.approx(0.2) and train.learning_rate(50, 100, c) == pytest.approx(0.5)
     assert train.learning_rate(50, 100, Config(lr_schedule="constant")) == 1.0
 
 

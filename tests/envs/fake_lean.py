@@ -1,7 +1,9 @@
-"""A stand-in for Lean: counts goals by the first words of tactics. It knows the protocol, and no logic.
+"""A stand-in for Lean: counts goals by the first words of tactics.
 
     fake_lean(folder)               writes folder/bin/lean, returns its path
     fake_lean(folder, "crash")      one that fails: see TROUBLE
+
+It knows the protocol, and no logic.
 """
 
 import os

@@ -71,10 +71,7 @@ def test_example_answers_anything(guess_number):
 
 
 def test_table_is_true():
-    rows = {
-        r[0].strip("` "): r
-        for r in (line.strip("| ").split(" | ") for line in README.splitlines() if line.startswith("| `"))
-    }
+    rows = {r[0].strip("` "): r for r in (line.strip("| ").split(" | ") for line in README.splitlines() if line.startswith("| `"))}
     assert list(rows) == names()
     for name, row in rows.items():
         env = make(name)

@@ -117,7 +117,8 @@ def test_what_is_no_tactic_never_reaches_lean(env, monkeypatch):
 def test_thousands_of_texts_are_never_a_proof_of_it(monkeypatch):
     """Pieces of real tactics and of ways to cheat: whatever is let through is one line that defines and runs nothing."""
     rng, tried = random.Random(0), 0
-    pieces = ["exact h", "intro", "simp", " ", "\n", "sorry", "by", "#print", "axiom x : False", "end", "do", ";", "-- ", "⟨", "h.1", "open", "IO"]
+    pieces = ["exact h", "intro", "simp", " ", "\n", "sorry", "by", "#print", "axiom x : False", "end", "do", ";", "-- ", "⟨", "h.1",
+              "open", "IO"]  # fmt: skip
     for _ in range(3000):
         text = "".join(rng.choice(pieces) + rng.choice(["", " "]) for _ in range(rng.randrange(1, 6))).strip()
         if is_tactic(text):
@@ -197,7 +198,11 @@ def test_statements_of_files(text):
 
 
 def test_rows_without_anything_to_prove_are_skipped(tmp_path, capsys):
-    rows = ['{"statement": ": True", "proof": "intro h\\n  exact h\\n"}', '{"statement": "theorem x := by sorry"}', '{"statement": 3}']
+    rows = [
+        '{"statement": ": True", "proof": "intro h\\n  exact h\\n"}',
+        '{"statement": "theorem x := by sorry"}',
+        '{"statement": 3}',
+    ]
     (tmp_path / "d").write_text("\n".join(rows))
     (theorem,) = read_rows(tmp_path / "d", theorem_of)
     assert theorem.statement == ": True" and theorem.proof == ["intro h", "exact h"]  # a text has a tactic a line

@@ -188,7 +188,7 @@ BROKEN = ['{"question": "q"', '{"question": "q", "answer": "#### 4", "n": %s}' %
 
 @pytest.mark.parametrize("lines", [True, False])
 def test_rows_that_cannot_be_used_are_skipped_and_counted_in_one_line(tmp_path, capsys, lines):
-    bad = BROKEN if lines else [row for row in BROKEN[2:6]]
+    bad = BROKEN if lines else BROKEN[1:6]
     rows = [json.dumps(GSM8K), *bad, json.dumps(META)]
     (tmp_path / "d").write_text("\n".join(rows) if lines else f"[{','.join(rows)}]")
     for _ in range(2):  # every episode has an environment of its own, the line is said once

@@ -292,7 +292,8 @@ def test_e18_no_file_of_mine_can_be_read(tmp_path):
     tmp_path.chmod(0o755)
     places = [f"{tmp_path}/secret", "/etc/passwd", __file__, sandbox.__file__, f"/proc/{os.getpid()}/cmdline"]
     assert "done" not in cleanly(tries(*[f"open({p!r}).read()" for p in places]))
-    assert cleanly("import os; print(*sorted(os.listdir('/dev')), os.listdir('/tmp'))") == "full null random stdin urandom zero []\n"
+    said = cleanly("import os; print(*sorted(os.listdir('/dev')), os.listdir('/tmp'))")
+    assert said == "full null random stdin urandom zero []\n"
     with socket.socket(socket.AF_UNIX) as server:  # of the work folders of runs at the same time, none is to be seen
         server.bind(f"{tmp_path}/socket"), server.listen()
         assert "done" not in cleanly(tries(f"import socket; socket.socket(socket.AF_UNIX).connect('{tmp_path}/socket')"))
@@ -314,7 +315,8 @@ def test_e18_no_network():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()  # it is there
-        out = cleanly("import socket\n" + tries(f"socket.create_connection(('127.0.0.1', {port}), 2)", "socket.gethostbyname('a.b')"))
+        ways = f"socket.create_connection(('127.0.0.1', {port}), 2)", "socket.gethostbyname('a.b')"
+        out = cleanly("import socket\n" + tries(*ways))
     assert "done" not in out
 
 

@@ -16,12 +16,7 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 _EACH = "{% for m in messages %}"
 _ASK = "{% if add_generation_prompt %}"
-CHATML = (
-    _EACH
-    + "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
-    + _ASK
-    + "<|start|>assistant\n{% endif %}"
-)
+CHATML = _EACH + "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}" + _ASK + "<|start|>assistant\n{% endif %}"
 # deletes the reasoning of all turns but the last
 FORGETFUL = CHATML.replace(
     "{{ m['content'] }}",
@@ -108,8 +103,7 @@ def script(model, reply):
 
     def generate(input_ids, attention_mask, generation_config, **more):
         replies = [
-            reply(row[keep.bool()].tolist())[: generation_config.max_new_tokens]
-            for row, keep in zip(input_ids, attention_mask)
+            reply(row[keep.bool()].tolist())[: generation_config.max_new_tokens] for row, keep in zip(input_ids, attention_mask)
         ]
         R, pad, ends = max(map(len, replies)), generation_config.pad_token_id, generation_config.eos_token_id
         assert all(len(r) == R or set(r) & set(ends) for r in replies), "a real model would have gone on"

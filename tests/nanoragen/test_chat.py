@@ -39,8 +39,7 @@ def test_conversation_reads_as_the_template_renders_it(name):
 LITERAL = {
     "no_system": "<s><|start|>user\nRULES\n\no1<|end|>\n<|start|>assistant\n<think>A<|end|>\n"
     "<|start|>user\no2<|end|>\n<|start|>assistant\n<think>B<|end|>\n<|start|>user\no3<|end|>\n<|start|>assistant\n<think>",
-    "inst": "<s>[INST] <<SYS>>RULES<</SYS>>o1 [/INST]<think>A</s>"
-    "<s>[INST] o2 [/INST]<think>B</s><s>[INST] o3 [/INST]<think>",
+    "inst": "<s>[INST] <<SYS>>RULES<</SYS>>o1 [/INST]<think>A</s><s>[INST] o2 [/INST]<think>B</s><s>[INST] o3 [/INST]<think>",
     "system_last": "<s>[INST]RULES\n\no1[/INST]<think>A</s>[INST]o2[/INST]<think>B</s>[INST]o3[/INST]<think>",
     "plain_text": "system: RULES\nuser: o1\nassistant: <think>A</s>"
     "\nuser: o2\nassistant: <think>B</s>\nuser: o3\nassistant: <think>",

@@ -64,9 +64,7 @@ def test_states_come_back_exactly(tmp_path):
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     step(model, optimizer, scheduler)
     state = {"seed_cursor": 17, "ema": 0.1 + 0.2, "first_regime": [0.3, None]}
-    folder = checkpoint.save(
-        tmp_path, 1, model, byte_tokenizer(), optimizer=optimizer, scheduler=scheduler, state=state
-    )
+    folder = checkpoint.save(tmp_path, 1, model, byte_tokenizer(), optimizer=optimizer, scheduler=scheduler, state=state)
     expected = [step(model, optimizer, scheduler) for _ in range(3)]
 
     _, optimizer2, scheduler2 = fresh()

@@ -85,6 +85,11 @@ def test_every_bool_can_be_said_both_ways(name, default):
         (["--algo", "x"], "algo: ", "valid: grpo, rloo"),
         (["--shuffle", "maybe"], "shuffle: ", "valid: true or false"),
         (["--steps", "1", "--no_steps"], "--no_steps: ", "there is no such setting"),
+        (["--lr", "1e-3", "--lr", "1e-4"], "lr: ", "is given twice; valid: --lr once"),
+        (["--lr=1e-3", "--steps", "2", "--lr=1e-3"], "lr: ", "is given twice"),  # the same value or not
+        (["--temperature", "-1", "--temperature=-1"], "temperature: ", "is given twice"),
+        (["--shuffle", "--no_shuffle"], "shuffle: ", "is given twice; valid: --shuffle once"),
+        (["--no-cache", "--cache", "true"], "cache: ", "is given twice"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, argv, starts, holds):
@@ -101,9 +106,7 @@ def test_a_file_of_settings(tmp_path):
     (tmp_path / "later.yaml").write_text("lr: 1e-6\n")
     assert parse("--config", path, "--config", str(tmp_path / "later.yaml")) == replace(parse("--config", path), lr=1e-6)
     assert parse("--config", write(tmp_path, "")) == Config()
-    assert parse("--config", write(tmp_path, "temperature: -1e-3\nenv: '--x'\n")) == Config(
-        temperature=-1e-3, env="--x"
-    )
+    assert parse("--config", write(tmp_path, "temperature: -1e-3\nenv: '--x'\n")) == Config(temperature=-1e-3, env="--x")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,4 @@ def test_help_shows_every_setting_and_imports_nothing_heavy():
         "assert not {'torch', 'gymnasium', 'triton', 'matplotlib'} & set(sys.modules)\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert (
-        all(f"--{name}" in shown for name in ("env", "model", "samples", "max_tokens", "config"))
-        and "--max-tokens" not in shown
-    )
+    assert all(f"--{name}" in shown for name in ("env", "model", "samples", "max_tokens", "config")) and "--max-tokens" not in shown

@@ -46,9 +46,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
     assert found.pad_token_id == found.eos_token_id is not None
 
 
-@pytest.mark.parametrize(
-    "name", ["./none", "/none/at/all", "runs/x/step_1", "none.gguf", "a/b/c", "~/none", "tests/none"]
-)
+@pytest.mark.parametrize("name", ["./none", "/none/at/all", "runs/x/step_1", "none.gguf", "a/b/c", "~/none", "tests/none"])
 def test_a_missing_path_is_one_line(name):
     with pytest.raises(ValueError, match="^model: there is no (folder|file) [^\n]*valid: nano, [^\n]*$"):
         models.load(name)
@@ -219,9 +217,7 @@ def test_reference_is_a_frozen_copy():
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
-    assert torch.equal(frozen(torch.tensor([[5, 6, 7]])).logits, before) and all(
-        p.requires_grad for p in model.parameters()
-    )
+    assert torch.equal(frozen(torch.tensor([[5, 6, 7]])).logits, before) and all(p.requires_grad for p in model.parameters())
 
 
 def counted(model, monkeypatch):

@@ -12,9 +12,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanoragen import checkpoint, reproduce
+from nanoragen import checkpoint, claims, reproduce
+from nanoragen.claims import analyse, figures, markdown, summary, svg, ticks
 from nanoragen.intervals import bootstrap, ranks, spearman, t95, t_interval, verdict
-from nanoragen.reproduce import analyse, arguments, figures, grid, markdown, read, report, summary, svg, sweep, ticks
+from nanoragen.reproduce import arguments, grid, read, report, sweep
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -258,7 +259,7 @@ def test_collapse_is_judged_by_the_share_of_the_bound():
         log = [{**m, "collapse_first_turn_sample/mi_upper_bound": bound} if m["step"] > 6 else m for m in lines(0.5, mi, 1.0)]
         one = summary("none-plain-0", log, "lake")
         assert one["share"] == pytest.approx(mi / bound) and one["share_first"] == pytest.approx(0.8)
-        assert reproduce.collapsed(one) == want and one["mi"] == pytest.approx(mi)
+        assert claims.collapsed(one) == want and one["mi"] == pytest.approx(mi)
 
 
 def test_only_what_was_measured_counts():

@@ -245,9 +245,7 @@ def test_r15_a_first_prompt_without_room_for_a_reply():
     tokenizer = byte_tokenizer()
     long = Ladder(height="9" * 500)
     model = script(tiny_model(tokenizer, positions=256), play(*[UP] * 3, tokenizer=tokenizer))
-    long_, short = rollout(
-        model, tokenizer, [long, Ladder()], [0, 1], [0, 1], Sampling(max_tokens=40), env_name="ladder"
-    )
+    long_, short = rollout(model, tokenizer, [long, Ladder()], [0, 1], [0, 1], Sampling(max_tokens=40), env_name="ladder")
     assert (long_.truncated, long_.turns, long_.reward) == ("context", [], 0.0)
     assert len(long_.ids) == 256 and sum(long_.mask) == 0  # no longer than the model's positions
     assert "999" in long_.messages[1]["content"]
@@ -283,9 +281,7 @@ def test_rollout_batch_bounds_what_is_generated_at_a_time(size, chunks):
 def test_progress_and_arguments():
     said = []
     model = script(tiny_model(TOKENIZER), play(*[UP] * 3, tokenizer=TOKENIZER))
-    rollout(
-        model, TOKENIZER, [Ladder(), Ladder(height=1)], [0, 1], [0, 1], Sampling(), env_name="l", progress=said.append
-    )
+    rollout(model, TOKENIZER, [Ladder(), Ladder(height=1)], [0, 1], [0, 1], Sampling(), env_name="l", progress=said.append)
     assert said == ["turn 1: 2 episodes", "turn 2: 1 episodes", "turn 3: 1 episodes"]
     with pytest.raises(ValueError, match="lengths 1, 2, 1"):
         rollout(model, TOKENIZER, [Ladder()], [0, 1], [0], Sampling(), env_name="ladder")

@@ -299,9 +299,7 @@ def test_a_sliding_window_keeps_the_cache(forwards):
     from transformers import MistralConfig, MistralForCausalLM
 
     tokenizer = byte_tokenizer()
-    small = dict(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
+    small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     torch.manual_seed(0)
     config = MistralConfig(vocab_size=len(tokenizer), sliding_window=16, bos_token_id=None, eos_token_id=None, **small)
     model = MistralForCausalLM(config).eval()
