@@ -170,17 +170,18 @@ class Config:
 # -- the maths ---------------------------------------------------------------------------------------------------------
 
 
-def score(model, batch, rows, temperature):
+def score(model, batch, rows, temperature, behind=None):
     """log pi(token | context) and entropy of every sampled token of some episodes, at the temperature they were sampled at.
 
     Returns (logprob [P], entropy [P], row [P]): fp32, in reading order; row = which of `rows` a token belongs to.
+    behind: prompts that were run before (nanoragen/batch.py, passes).
     """
     from nanoragen.model import sampled_scores
 
     part = batch.select(rows)  # [b, T]
     sampled = part.mask[:, 1:]  # the logits at position t score token t + 1
     # the head runs on sampled tokens only, and the logits are never held: kernels/linear.py
-    logprob, entropy = sampled_scores(model, part.ids, part.attention_mask, sampled, temperature)
+    logprob, entropy = sampled_scores(model, part.ids, part.attention_mask, sampled, temperature, behind=behind)
     return logprob, entropy, sampled.nonzero()[:, 0]
 
 
@@ -188,7 +189,7 @@ def score_all(model, batch, rows, c: Config):
     """log pi of every sampled token of some episodes, without gradient, 0 elsewhere. [B, T]"""
     from nanoragen.batch import on_tokens
 
-    return on_tokens(batch, rows, c, lambda part: score(model, batch, part, c.temperature)[0])
+    return on_tokens(model, batch, rows, c, lambda part, behind: score(model, batch, part, c.temperature, behind)[0])
 
 
 def kl_estimate(logprob, ref_logprob, kind: str):
@@ -251,7 +252,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     """
     import torch
 
-    from nanoragen.batch import micro_batches
+    from nanoragen.batch import passes
     from nanoragen.model import autocast
 
     device, several = batch.ids.device, c.epochs * c.minibatches > 1
@@ -270,9 +271,9 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             progress(name)
             total, broken, weight = {}, "", torch.zeros(len(length), device=device)
             weight[minibatch] = token_weight(length[minibatch], c)
-            for rows in micro_batches(batch, distributed.share(minibatch[runs[minibatch]]), c.micro_batch, c.micro_tokens):
+            for rows, behind in passes(model, batch, distributed.share(minibatch[runs[minibatch]]), c):  # micro-batches
                 with autocast(device, c.dtype):
-                    logprob, entropy, row = score(model, batch, rows, c.temperature)
+                    logprob, entropy, row = score(model, batch, rows, c.temperature, behind)
                 sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order
                 before = old[rows][sampled] if several else logprob.detach()
                 ref = ref_logprob[rows][sampled] if ref_logprob is not None else None

@@ -6,11 +6,12 @@ B episodes, T tokens of the longest. Packing, without padding, happens on the wa
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from nanoragen import distributed
-from nanoragen.model import autocast
+from nanoragen import distributed, prefix
+from nanoragen.model import autocast, packs
 
 
 @dataclass
@@ -47,15 +48,16 @@ def make_batch(episodes, pad_id: int) -> Batch:
     return Batch(ids, attention_mask, mask, turn)
 
 
-def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int = 0) -> list[torch.Tensor]:
+def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int = 0, known: int = 0) -> list[torch.Tensor]:
     """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
 
     max_tokens: at most so many tokens each, padding counted (rows x longest); 0: no such limit. A row that is longer is alone.
+    known: tokens of each row that are not run.
     Alike in length so that little is padding; longest first so that memory runs out at once or never. No rows, no tensors.
     """
     if max_rows < 1:
         raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
-    lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu()
+    lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu() - known
     order = lengths.argsort(descending=True, stable=True)
     parts, lengths = [], lengths[order].tolist()
     while sum(parts) < len(lengths):
@@ -65,17 +67,54 @@ def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: i
     return list(rows.cpu()[order].split(parts)) if parts else []
 
 
+def passes(model, batch: Batch, rows: torch.Tensor, c):
+    """The micro-batches of some rows: (rows of one, `behind`), for `model.forward_inputs`, which runs them behind what was run before.
+
+    Prompts are run once for all micro-batches, not once in each. Call `backward` on each one's loss: the prompts' own backward pass
+    follows when the next is asked for after the last, so go through to the end, and let no weight move meanwhile. As many prompts
+    are run together as c.micro_batch and c.micro_tokens let, and their graph is held until then. behind: None where a prompt is
+    not worth it, or the model cannot (nanoragen/prefix.py).
+    """
+    for some in _by_prompt(batch, rows, c.micro_batch, c.micro_tokens):
+        part, begun = batch.select(some), None
+        wanted = torch.nn.functional.pad(part.mask[:, 1:], (0, 1))
+        P = 0 if packs(model) else prefix.length(model, part.ids, wanted)
+        if P:
+            with autocast(part.ids.device, c.dtype):
+                begun = prefix.Beginnings(model, part.ids, P, apart=True)
+        number = {row: n for n, row in enumerate(some.tolist())}
+        for micro in micro_batches(batch, some, c.micro_batch, c.micro_tokens, known=P):
+            yield micro, begun and partial(begun.behind, [number[row] for row in micro.tolist()])
+        if begun and torch.is_grad_enabled():
+            begun.backward()
+
+
+def _by_prompt(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int) -> list[torch.Tensor]:
+    """Cut rows so that those of one prompt (what stands before the first sampled id) are together, and the prompts of each part fit
+    into one forward pass. Prompts alike in length are together."""
+    members, ids, mask = {}, batch.ids[rows.to(batch.ids.device)].tolist(), batch.mask[rows.to(batch.ids.device)].int().argmax(1)
+    for row, tokens, start in zip(rows.tolist(), ids, mask.tolist()):
+        members.setdefault(tuple(tokens[:start]), []).append(row)
+    parts, held = [], []  # held: lengths of the prompts in the last part
+    for prompt in sorted(members, key=lambda p: (len(p), p)):
+        if not parts or len(held) == max_rows or (max_tokens and (len(held) + 1) * len(prompt) > max_tokens):
+            parts, held = [*parts, []], []
+        parts[-1] += members[prompt]
+        held.append(len(prompt))
+    return [torch.tensor(part, dtype=torch.long) for part in parts]
+
+
 @torch.no_grad()
-def on_tokens(batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
+def on_tokens(model, batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
     """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
 
-    rows: long, the same in every process; score(rows of a micro-batch) -> [P], in reading order, under autocast; c: micro_batch,
-    micro_tokens and dtype count.
+    rows: long, the same in every process; score(rows of a micro-batch, behind) -> [P], in reading order, under autocast; behind: as
+    `passes` gives it; c: micro_batch, micro_tokens and dtype count.
     """
     table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-    for part in micro_batches(batch, distributed.share(rows), c.micro_batch, c.micro_tokens):
+    for part, behind in passes(model, batch, distributed.share(rows), c):
         with autocast(table.device, c.dtype):
-            found = score(part)
+            found = score(part, behind)
         table[part] = table[part].masked_scatter(batch.mask[part], found)
     distributed.sum_tensors([table])  # each process has scored its share
     return table

@@ -13,11 +13,12 @@ Left out: a warm-up of the critic alone, values of several heads, a trunk smalle
 
 import copy
 import math
+from functools import partial
 
 import torch
 
 from nanoragen import distributed
-from nanoragen.batch import micro_batches, on_tokens
+from nanoragen.batch import on_tokens, passes
 from nanoragen.checkpoint import restore_optimizer
 from nanoragen.model import autocast, forward_inputs
 
@@ -43,16 +44,16 @@ class Critic:
         self.head.load_state_dict(state["head"])
         restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
 
-    def score(self, batch, rows):
+    def score(self, batch, rows, behind=None):
         """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""
         part = batch.select(rows)
-        inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:])
+        inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:], behind=behind)
         hidden = self.trunk(**inputs).last_hidden_state
         return self.head(hidden[wanted]).squeeze(1).float()
 
     def values(self, batch, rows, c) -> torch.Tensor:
         """The values of some episodes, 0 elsewhere. [B, T]"""
-        return on_tokens(batch, rows, c, lambda part: self.score(batch, part))
+        return on_tokens(self.trunk, batch, rows, c, partial(self.score, batch))
 
     def update(self, batch, rows, returns, old, c, rng, progress=lambda text: None) -> dict:
         """c.epochs passes of c.minibatches updates. returns, old [B, T]: targets, and the values from before; rows [kept] long.
@@ -66,9 +67,9 @@ class Critic:
             for n, minibatch in enumerate(order.chunk(c.minibatches)):
                 progress(f"critic {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
                 tokens, total = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
-                for part in micro_batches(batch, distributed.share(minibatch), c.micro_batch, c.micro_tokens):
+                for part, behind in passes(self.trunk, batch, distributed.share(minibatch), c):
                     with autocast(device, c.dtype):
-                        value = self.score(batch, part)
+                        value = self.score(batch, part, behind)
                     mask = batch.mask[part]
                     error, clipped = value_errors(value, old[part][mask], returns[part][mask], c.value_clip)
                     loss = error.sum() / tokens

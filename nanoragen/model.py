@@ -242,13 +242,13 @@ def autocast(device, dtype="auto"):
     return torch.autocast(kind, dtype=torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
-def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=True):
+def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=True, behind=None):
     """log p(token | its context) and the entropy there, of some tokens: (logprob [P], entropy [P]), fp32, differentiable.
 
     ids, attention_mask [B, T], padded on the right; sampled [B, T-1] bool: whether token t + 1 is wanted. Entry p of the results
     belongs to the p-th True of `sampled`, in reading order. The hidden states are picked on their way into the head, so [B, T, V]
     is never held. Nor is [P, V], where the logits are hidden x head and nothing else: fused=False is the plain twin, and what
-    models get that scale or cap their logits, or whose head is adapted.
+    models get that scale or cap their logits, or whose head is adapted. behind: as in `forward_inputs`.
     """
     import torch
 
@@ -256,7 +256,7 @@ def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=T
     from nanoragen.kernels.logprob import logprob_entropy
 
     fused = fused and head_is_all(model)
-    inputs, wanted = forward_inputs(model, ids, attention_mask, sampled)
+    inputs, wanted = forward_inputs(model, ids, attention_mask, sampled, behind=behind)
     targets, logits, hidden = ids[:, 1:][sampled], *_through_head(model, lambda x: x[wanted][None], run_head=not fused, **inputs)
     if not fused:
         return logprob_entropy(logits[0], targets, temperature=temperature)
@@ -266,23 +266,31 @@ def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=T
     return linear_logprob_entropy(hidden[0], head.weight, targets, bias=head.bias, temperature=temperature)
 
 
-def forward_inputs(model, ids, attention_mask, sampled, packed=None):
+def packs(model) -> bool:
+    """Whether episodes go in one row without padding: it uses flash-attn, and nothing in it carries a state from token to token."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    attends = kinds <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
+    return attends and getattr(model.config, "_attn_implementation", None) == "flash_attention_2"
+
+
+def forward_inputs(model, ids, attention_mask, sampled, packed=None, behind=None):
     """(inputs, wanted): what to call a model with, and the mask that picks, from its hidden states, those before sampled tokens.
 
     ids, attention_mask [B, T] and sampled [B, T-1] as in `sampled_scores`; hidden[wanted] is [P, D], in reading order. packed: the
     episodes in one row [1, N] without padding, positions starting at 0 with each: so flash-attn's variable-length kernel is told
-    where one ends. None: where the model uses that kernel, and nothing in it carries a state from token to token. Padded rows that
-    begin alike are run behind a common prefix, which is run here (nanoragen/prefix.py).
+    where one ends. None: where the model `packs`. behind(ids): inputs that run the rows behind what was run before
+    (nanoragen/batch.py, passes). Without it padded rows that begin alike are run behind a common prefix, which is run here
+    (nanoragen/prefix.py).
     """
     import torch
 
     from nanoragen import prefix
 
-    if packed is None:
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        attends = kinds <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
-        packed = attends and getattr(model.config, "_attn_implementation", None) == "flash_attention_2"
+    packed = packs(model) if packed is None else packed
     wanted, real = torch.nn.functional.pad(sampled, (0, 1)), attention_mask.bool()
+    if behind:
+        inputs = behind(ids)
+        return inputs, wanted[:, -inputs["input_ids"].shape[1] :]
     if not packed:
         plain = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}, wanted
         return prefix.share(model, ids, wanted) or plain

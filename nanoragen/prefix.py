@@ -1,17 +1,21 @@
 """What several sequences begin with is encoded once: the keys and values of the first P tokens, with gradient through them.
 
-    inputs, wanted = share(model, ids, wanted) or (plain inputs, wanted)
+    inputs, wanted = share(model, ids, wanted) or (plain inputs, wanted)                # in one micro-batch
+    begun = Beginnings(model, ids, length(model, ids, wanted), apart=True)              # for many: nanoragen/batch.py, passes
+    ... begun.behind(rows, ids[rows]) ... loss.backward() of each; then begun.backward()
 
 Episodes of a group share their prompt, and all of a run the instruction. The first P tokens of the rows are run once for each
 beginning that is different; every row takes the keys and values of its own and runs only what follows. Attention is causal and
-positions count from the first token, so each row's numbers and its gradient are those of the row alone, up to rounding.
+positions count from the first token, so each row's numbers and its gradient are those of the row alone, up to rounding. Between
+two updates the weights stand still, so all micro-batches of one can follow the same keys and values: their gradients are added up,
+and go through the beginnings once, at the end (the chain rule, with its sum taken early).
 
-Left out: prefixes of several lengths in one micro-batch (P is the one that leaves the least to run), memory of a prefix from one
-micro-batch to the next (the weights may have moved, and the gradient's graph is gone), packed rows, layers that run again in the
-backward pass (`model.checkpoint_activations`: they would write to the cache twice). The cross matrix, nanoragen/shared_prefix.py,
-shares prompts without gradient, and asks here which models can.
+Left out: prefixes of several lengths side by side (P is the one that leaves the least to run), packed rows, layers that run again
+in the backward pass (`model.checkpoint_activations`: they would write to the cache twice). The cross matrix,
+nanoragen/shared_prefix.py, shares prompts without gradient, and asks here which models can.
 """
 
+import copy
 import inspect
 import math
 from weakref import WeakKeyDictionary
@@ -30,29 +34,58 @@ def share(model, ids, wanted):
 
     ids, wanted [B, T]: which hidden states will be picked; the P shared tokens stand before all of them, whatever is in the rows.
     """
+    P = length(model, ids, wanted)
+    return (Beginnings(model, ids, P).behind(range(len(ids)), ids), wanted[:, P:]) if P else None
+
+
+def length(model, ids, wanted) -> int:
+    """P, how many first tokens of these rows are best run once for each beginning that is different; 0: none. Arguments as in `share`."""
     first = int(wanted.any(0).int().argmax())  # the first column that is wanted; this one and all later are run for every row
     if first == 0:
-        return None
+        return 0
     starts = ids[:, :first].cpu().unique(dim=0)  # sorted, so that those that begin alike are neighbours
     alike = (starts[1:] == starts[:-1]).int().cumprod(1).sum(0)  # neighbours with the same first P tokens, P = 1 ... first
     most, at = ((len(ids) - len(starts) + alike) * torch.arange(1, first + 1)).max(0)  # tokens that need not run
     if most < PAYS * ids.numel() or why_not(model, ids.shape[1]) or any(getattr(m, "runs_again", False) for m in model.modules()):
-        return None
+        return 0
     P = int(at) + 1
     if model not in _AGREES:
         _AGREES[model] = _agrees(model, ids[:2], P)
-    return (behind(model, ids, P), wanted[:, P:]) if _AGREES[model] else None
+    return P if _AGREES[model] else 0
 
 
-def behind(model, ids, P: int) -> dict:
-    """Inputs that run ids[:, P:] behind the cached first P tokens, each distinct beginning encoded once. ids [B, T], 0 < P < T."""
-    starts, row_of = ids[:, :P].cpu().unique(dim=0, return_inverse=True)
-    cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
-    model.base_model(input_ids=starts.to(ids.device), use_cache=True, **{cache_name(model.base_model): cache})
-    for layer in cache.layers:  # by stack, not by an index: its gradient is summed in the same order every time
-        keys, values = layer.keys.unbind(), layer.values.unbind()
-        layer.keys, layer.values = (torch.stack([t[i] for i in row_of]) for t in (keys, values))
-    return {"input_ids": ids[:, P:], cache_name(model): cache, "use_cache": True}
+class Beginnings:
+    """Keys and values of the first P tokens of some sequences, run here, once for each beginning that is different.
+
+    ids [n, T], 0 < P < T. apart: what follows is cut from the beginnings' own graph, and `backward` joins it again.
+    """
+
+    def __init__(self, model, ids, P: int, apart: bool = False):
+        starts, row_of = ids[:, :P].cpu().unique(dim=0, return_inverse=True)
+        cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
+        model.base_model(input_ids=starts.to(ids.device), use_cache=True, **{cache_name(model.base_model): cache})
+        self.P, self.row_of, self.name, self.layers = P, row_of.tolist(), cache_name(model), cache.layers
+        self.encoded = [(layer.keys, layer.values) for layer in cache.layers]  # [starts, heads, P, D] each
+        self.given = self.encoded
+        if apart:
+            self.given = [tuple(t.detach().requires_grad_(t.requires_grad) for t in pair) for pair in self.encoded]
+
+    def behind(self, rows, ids) -> dict:
+        """Inputs that run ids[:, P:] behind the first P tokens. rows: which of the n sequences ids [b, T] are."""
+        cache, starts = DynamicCache(), [self.row_of[row] for row in rows]
+        for layer, pair in zip(self.layers, self.given):
+            layer = copy.copy(layer)
+            # by stack, not by an index: its gradient is summed in the same order every time
+            layer.keys, layer.values = (torch.stack([every[i] for i in starts]) for every in (t.unbind() for t in pair))
+            cache.layers.append(layer)
+        return {"input_ids": ids[:, self.P :], self.name: cache, "use_cache": True}
+
+    def backward(self):
+        """What gathered in keys and values (`apart`) goes on to the weights."""
+        pairs = [(t, leaf.grad) for ts, leaves in zip(self.encoded, self.given) for t, leaf in zip(ts, leaves)]
+        pairs = [(t, grad) for t, grad in pairs if grad is not None]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs)))
 
 
 def cache_name(model) -> str:
@@ -105,5 +138,5 @@ def _agrees(model, ids, P: int) -> bool:
     close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.05
     with torch.autocast(weight.device.type, enabled=False):
         plain = run({"input_ids": ids, "use_cache": False})
-        shared = lambda: run(behind(model.base_model, ids, P))
+        shared = lambda: run(Beginnings(model.base_model, ids, P).behind(range(len(ids)), ids))
         return same(shared, lambda: plain, rtol=close, atol=close * plain.std().item())
