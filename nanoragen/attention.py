@@ -19,10 +19,11 @@ NAME = "sdpa_cpu"
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """query [B, H, Q, D], key, value [B, H / n, C, D], attention_mask [B, 1, Q, C] bool or None -> ([B, Q, H, D], None)."""
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
+    bias = kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if attention_mask is not None and attention_mask.dtype == torch.bool and not bias:
         attention_mask = _additive(attention_mask, query.dtype)
     grouped = query.shape[1] != key.shape[1] and query.shape[2] > 1 and attention_mask is not None
-    if not grouped or query.device.type != "cpu" or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+    if not grouped or bias or query.device.type != "cpu":
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True

@@ -9,8 +9,9 @@ In bytes, of P weights (float32), of which U are trained; s bytes a number in th
     reference    4 P with --beta            0 with --lora, which shares the weights
     critic       16 U with --algo ppo       a copy of what is trained, its gradients and moments
     KV cache     2 s L V C                  keys and values of C tokens: the episodes generated at a time, each as long as can be
-    activations  (16 H + s (x H + 5 A + 4 I)) L N       N padded tokens of the largest micro-batch; x = 2, under autocast 5
-                 with --gradient_checkpointing 4 H L N, and the layer that runs again: L = 1
+    activations  (16 H + s (x H + 5 A + 4 I)) L N       N padded tokens of the largest micro-batch, and of the prompts that are
+                 run for it (nanoragen/batch.py, passes); x = 2, under autocast 5
+                 with --gradient_checkpointing 4 H L N, and the layer that runs again: L = 1; prompts are in their rows
                  and 2 P under autocast, for weights in bfloat16
 
 L layers of width H, heads x head size A (V: key heads x head size), feed-forward width I. In a layer are kept: the input of each
@@ -28,9 +29,9 @@ from nanoragen.chat import Chat
 from nanoragen.faults import containing
 
 
-def estimate(config, weights: int, trained: int, c, tokens: int, compute: int) -> dict[str, int]:
-    """Bytes of each part above, and "total". config: of transformers; weights, trained: counts; tokens: of the longest episode;
-    compute: bytes a number in the forward passes."""
+def estimate(config, weights: int, trained: int, c, tokens: int, compute: int, prompt: int = 0) -> dict[str, int]:
+    """Bytes of each part above, and "total". config: of transformers; weights, trained: counts; tokens: of the longest episode,
+    of them prompt: its first ones, which its group shares; compute: bytes a number in the forward passes."""
     config = config.get_text_config()
     L, H, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     head = getattr(config, "head_dim", None) or H // heads
@@ -39,6 +40,9 @@ def estimate(config, weights: int, trained: int, c, tokens: int, compute: int) -
     episodes = c.groups * c.group_size
     rows = min(c.micro_batch, math.ceil(episodes / c.minibatches))
     N = min(rows * tokens, max(tokens, c.micro_tokens or rows * tokens))
+    if not c.gradient_checkpointing:
+        prompts = prompt * min(c.groups, c.micro_batch)
+        N += min(prompts, max(prompt, c.micro_tokens or prompts))
     autocast = compute < 4
     layer = (16 * H + compute * ((5 if autocast else 2) * H + 5 * A + 4 * inner)) * N
     parts = {
@@ -54,16 +58,18 @@ def estimate(config, weights: int, trained: int, c, tokens: int, compute: int) -
     return parts | {"total": always + max(parts["KV cache"], parts["gradients"] + parts["activations"])}
 
 
-def longest(env, tokenizer, sampling, limit: float) -> int:
-    """Tokens of an episode of the environment whose replies take all they may, and whose observations are like the first."""
-    failed, length = SimpleNamespace(), math.inf
+def longest(env, tokenizer, sampling, limit: float) -> tuple[int, int]:
+    """Tokens of an episode of the environment whose replies take all they may, and whose observations are like the first; and those
+    of its prompt."""
+    failed, length, prompt = SimpleNamespace(), math.inf, 0
     with containing(failed, sampling.env_timeout):  # an environment that fails now is the rollout's to report
         chat, observation = Chat(tokenizer), env.reset(seed=0)[0]
         turns = sampling.max_turns or env.max_turns
         glue = len(chat.follow([], observation))
-        length = len(chat.prompt(env.instruction, observation)) + turns * sampling.max_tokens + (turns - 1) * glue
+        prompt = len(chat.prompt(env.instruction, observation))
+        length = prompt + turns * sampling.max_tokens + (turns - 1) * glue
     most = min(length, limit, sampling.max_context or math.inf)
-    return int(most) if most < math.inf else sampling.max_tokens
+    return int(most) if most < math.inf else sampling.max_tokens, int(min(prompt, most))
 
 
 def device_bytes(device) -> int:
@@ -79,10 +85,10 @@ def lines(model, tokenizer, c, env, sampling) -> list[str]:
     """The estimate of a run as a line of text, and a second one if the model's device has less."""
     from nanoragen.contexts import positions  # imports torch
 
-    tokens, device = longest(env, tokenizer, sampling, positions(model)), model.device
+    (tokens, prompt), device = longest(env, tokenizer, sampling, positions(model)), model.device
     compute = 2 if c.dtype == "bfloat16" or c.dtype == "auto" and device.type == "cuda" else 4
     weights, trained = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found, there = estimate(model.config, weights, trained, c, tokens, compute), device_bytes(device)
+    found, there = estimate(model.config, weights, trained, c, tokens, compute, prompt), device_bytes(device)
     parts = ", ".join(f"{k} {size(v)}" for k, v in found.items() if v and k != "total")
     has = f" of the {size(there)} of {device}" if there else ""
     text = [f"memory, roughly: {size(found['total'])}{has}, with episodes of {tokens} tokens ({parts})"]

@@ -10,7 +10,8 @@ float32 master weights: a bfloat16 weight cannot take a step smaller than 1/256 
 otherwise (evaluation of a large model).
 
 Attention: flash_attention_2 on CUDA where flash-attn is installed and the model can use it, else what transformers picks
-(SDPA). With flash_attention_2 training packs a micro-batch into one row without padding. Adapters: nanoragen/lora.py.
+(SDPA), on a CPU without two of its copies (nanoragen/attention.py). With flash_attention_2 training packs a micro-batch into one
+row without padding. Adapters: nanoragen/lora.py.
 Left out: quantised training, a model spread over several GPUs, code from a model's folder or the hub.
 """
 
@@ -75,6 +76,8 @@ def load(name="nano", *, device=None, dtype=None):
     from transformers.utils import is_flash_attn_2_available
     from transformers.utils.logging import disable_progress_bar
 
+    from nanoragen import attention
+
     disable_progress_bar()  # loading takes a moment, and the trainer has a bar of its own
     device = pick_device(device)
     if "gguf_file" in extra:
@@ -97,6 +100,8 @@ def load(name="nano", *, device=None, dtype=None):
         raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that heeds its mask")
     if device.type == "cuda" and is_flash_attn_2_available() and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
+    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        model.set_attn_implementation(attention.NAME)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from the sampler, so pad = eos is harmless
     return model, tokenizer

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import DynamicCache
 
+from nanoragen.attention import NAME
 from nanoragen.contexts import positions
 from nanoragen.kernels.cross import cross_logprob_matrix
 from nanoragen.prefix import cache_name, rope_changes, same, why_not
@@ -74,7 +75,7 @@ def _scoring_mode(model):
     """Evaluation mode, and attention that takes a mask of our own; everything as it was afterwards."""
     training = [m for m in model.modules() if m.training]
     attention = getattr(model.config, "_attn_implementation", None)
-    swap = attention not in (None, "sdpa", "eager") and getattr(model, "_supports_sdpa", False)
+    swap = attention not in (None, "sdpa", NAME, "eager") and getattr(model, "_supports_sdpa", False)
     model.eval()
     if swap:
         model.set_attn_implementation("sdpa")
@@ -127,7 +128,7 @@ def _shared(model, prompts, reasonings, temperature):
     """Each prompt once; then the reasonings in one row behind its cache, each seeing the prompt and itself. [M, N]"""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     device = next(model.parameters()).device
-    bool_mask = model.config._attn_implementation == "sdpa"
+    bool_mask = model.config._attn_implementation in ("sdpa", NAME)
     cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
 
     def run(ids, at, mask=None):  # [Q] -> [Q, D], and ids join the cache

@@ -51,6 +51,11 @@ def test_half_a_billion_weights_by_hand():
     assert of(micro_tokens=10)["activations"] == 71168 * 24 * 1000 + 2 * P  # one episode is never cut
     assert of(rollout_batch=16)["KV cache"] == 196_608_000 == of(rollout_batch=16, minibatches=64)["KV cache"]
     assert of(minibatches=64)["activations"] == 71168 * 24 * 2000 + 2 * P  # two episodes in a minibatch
+    with_prompts = lambda **more: memory.estimate(QWEN, P, P, Config(**{**base, **more}), 1000, 2, 300)["activations"] - 2 * P
+    assert with_prompts() == 71168 * 24 * (4000 + 4 * 300)  # four prompts in a pass, as rows in a micro-batch
+    assert with_prompts(groups=2) == 71168 * 24 * (4000 + 2 * 300)
+    assert with_prompts(micro_tokens=700) == 71168 * 24 * (1000 + 700) and with_prompts(micro_tokens=9) == 71168 * 24 * 1300
+    assert with_prompts(gradient_checkpointing=True) == of(gradient_checkpointing=True)["activations"] - 2 * P
     assert of(algo="ppo")["critic"] == 16 * P
     few = of(4_399_104, beta=0.1, lora=8, algo="ppo")
     assert (few["gradients"], few["optimizer"], few["reference"], few["critic"]) == (17_596_416, 35_192_832, 0, 70_385_664)
@@ -83,16 +88,16 @@ def test_the_longest_episode_is_one_whose_replies_fill_their_budget():
     reply = play(*["x" * 7 + "</think><answer>up</answer>~"] * 3, tokenizer=tokenizer)
     (episode,) = rollout(script(tiny_model(tokenizer), reply), tokenizer, [Ladder()], [1], [0], sampling, env_name="ladder")
     assert len(episode.turns) == 3 and all(t.actions == ["up"] for t in episode.turns)
-    assert memory.longest(Ladder(), tokenizer, sampling, 2048) == len(episode.ids)
-    assert memory.longest(Ladder(), tokenizer, sampling, 50) == 50
+    assert memory.longest(Ladder(), tokenizer, sampling, 2048) == (len(episode.ids), episode.turns[0].start)
+    assert memory.longest(Ladder(), tokenizer, sampling, 50)[0] == 50
     sampling.max_context = 40
-    assert memory.longest(Ladder(), tokenizer, sampling, 2048) == 40
+    assert memory.longest(Ladder(), tokenizer, sampling, 2048)[0] == 40
 
     class Broken(Ladder):
         def reset(self, **_):
             raise RuntimeError("no board")
 
-    assert memory.longest(Broken(), tokenizer, Sampling(max_tokens=12), 2048) == 2048
+    assert memory.longest(Broken(), tokenizer, Sampling(max_tokens=12), 2048) == (2048, 0)
 
 
 def test_the_line_and_its_warning(monkeypatch):

@@ -36,7 +36,7 @@ def test_weights_are_float32_without_dropout_whatever_the_folder_says(folder):
     model, tokenizer = models.load(str(folder))
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
     assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert model.config._attn_implementation in ("sdpa", "flash_attention_2")
+    assert model.config._attn_implementation in ("sdpa_cpu", "sdpa", "flash_attention_2")
     half, _ = models.load(str(folder), device="cpu", dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
@@ -364,7 +364,7 @@ def test_packed_rows_give_the_scores_and_gradient_of_padded_ones(kind, mask, mon
     model, (ids, attention, sampled) = tiny_model(byte_tokenizer(), kind), ragged()
     plain, weight = models.forward_inputs, torch.randn(2, int(sampled.sum()))
 
-    def packed(model, *batch):
+    def packed(model, *batch, behind=None):
         inputs, wanted = plain(model, *batch, packed=True)
         assert inputs["input_ids"].shape == (1, 4 + 9 + 7)
         assert inputs["position_ids"][0].tolist() == [*range(4), *range(9), *range(7)]
@@ -397,7 +397,7 @@ def test_packing_under_flash_attention_equals_padding_under_sdpa():
     pytest.importorskip("flash_attn")
     model, (ids, attention, sampled) = tiny_model(byte_tokenizer()).cuda(), (t.cuda() for t in ragged())
     found = []
-    for kernel in ("sdpa", "flash_attention_2"):
+    for kernel in ("sdpa_cpu", "sdpa", "flash_attention_2"):
         model.set_attn_implementation(kernel)
         with models.autocast("cuda"):
             logprob, entropy = models.sampled_scores(model, ids, attention, sampled)

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_shared_prefix import FALLS_BACK, MODELS
 import train
 from nanoragen import lora, prefix
 from nanoragen import model as models
-from nanoragen.batch import make_batch
+from nanoragen.batch import make_batch, passes
 from nanoragen.critic import Critic
 from nanoragen.rollout import Episode
 
@@ -230,3 +231,109 @@ def test_a_model_that_gives_other_numbers_with_a_cache_is_run_in_full(fault, sha
         found = torch.stack(train.score(model, batch, torch.arange(12), 1.0)[:2])
         assert close(found, by_row(model, batch, 1.0), 1e-10)
     assert shared == [0, 0] and len(asked) == 1
+
+
+# -- prompts run once for all micro-batches of an update -----------------------------------------------------------------------------
+
+
+def limits(rows, tokens, dtype="float32"):
+    return SimpleNamespace(micro_batch=rows, micro_tokens=tokens, dtype=dtype)
+
+
+def summed(model, batch, rows, c):
+    """Scores of all rows and the gradient of their weighted sum, micro-batch by micro-batch, as an update takes it."""
+    model.zero_grad()
+    dtype = next(model.parameters()).dtype
+    weight = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    table, seen, shared = torch.zeros(2, *batch.ids.shape, dtype=dtype), [], 0
+    for micro, behind in passes(model, batch, rows, c):
+        with models.autocast("cpu", c.dtype):
+            logprob, entropy, _ = train.score(model, batch, micro, 0.7, behind)
+        at = batch.mask[micro]
+        ((logprob + entropy) * weight[micro][at]).sum().backward()
+        for n, x in enumerate((logprob, entropy)):
+            part = table[n][micro]
+            part[at] = x.detach().to(dtype)
+            table[n][micro] = part
+        seen, shared = seen + micro.tolist(), shared + (behind is not None)
+    assert sorted(seen) == sorted(rows.tolist())
+    return table, torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), shared
+
+
+def alone(model, batch, rows):
+    """The same from each row by itself."""
+    model.zero_grad()
+    weight = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    table = torch.zeros(2, *batch.ids.shape, dtype=torch.float64)
+    for row in rows.tolist():
+        found = by_row(model, batch.select(torch.tensor([row])), 0.7)
+        (found.sum(0) * weight[row][batch.mask[row]]).sum().backward()
+        table[:, row, batch.mask[row]] = found.detach().double()
+    return table, torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(
+    "c", [limits(100, 0), limits(3, 0), limits(1, 0), limits(32, 50), limits(32, 1)], ids=lambda c: f"{vars(c)}"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_the_sum_of_each_row_alone(case, c):
+    model, (episodes, _) = model_of("llama"), CASES[case]
+    batch, rows = make_batch(episodes, 0), torch.randperm(len(episodes))
+    want = alone(model, batch, rows)
+    for m, tolerance in ((model, 1e-10), (copy.deepcopy(model).float(), 1e-5)):
+        *found, shared = summed(m, batch, rows, c)
+        assert all(close(f, w, tolerance) for f, w in zip(found, want))
+        assert shared or case == "one row a group" or c.micro_tokens == 1
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "llama-eager"])
+def test_an_update_of_other_models(kind):
+    model, batch, rows = model_of(kind), make_batch(CASES["groups of one instruction"][0], 0), torch.arange(3, 12)
+    want, (*found, shared) = alone(model, batch, rows), summed(model, batch, rows, limits(2, 0))
+    assert shared and all(close(f, w, 1e-10) for f, w in zip(found, want))
+
+
+def test_an_update_of_adapters_whose_first_keys_have_no_gradient():
+    pytest.importorskip("peft")
+    model, batch = model_of("qwen2"), make_batch(CASES["groups of one instruction"][0], 0)
+    lora.adapt(model, 3, 12.0)
+    model.double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+            if "layers.0" in name and (".k_proj" in name or ".v_proj" in name):
+                p.requires_grad_(False)
+    want, (*found, shared) = alone(model, batch, torch.arange(12)), summed(model, batch, torch.arange(12), limits(5, 0))
+    assert shared and all(close(f, w, 1e-10) for f, w in zip(found, want))
+
+
+def test_under_autocast_an_update_is_near_the_one_in_full():
+    model, batch = model_of("llama", torch.float32), make_batch(CASES["one group"][0], 0)
+    want, (*found, shared) = alone(model, batch, torch.arange(5)), summed(model, batch, torch.arange(5), limits(2, 0, "bfloat16"))
+    assert shared and close(found[0], want[0], 0.05) and close(found[1], want[1], 0.15)
+
+
+def test_each_prompt_is_run_once_an_update_and_no_pass_is_larger_than_allowed():
+    model, (episodes, _) = tiny_model(byte_tokenizer()), CASES["groups of one instruction"]
+    batch, rows = make_batch(episodes, 0), torch.randperm(12)
+    summed(model, batch, rows, limits(4, 0))  # asked whether it can, once
+    seen = []
+    model.base_model.layers[1].mlp.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))
+    summed(model, batch, rows, limits(4, 0))
+    assert seen[0] == (3, 16) and [b for b, _ in seen[1:]] == [4, 4, 4] and max(T for _, T in seen[1:]) < batch.ids.shape[1] - 15
+    seen.clear()
+    summed(model, batch, rows, limits(2, 40))  # two prompts of 16 fit, not three
+    assert seen[0] == (2, 16) and (1, 16) in seen and all(b <= 2 and b * T <= 40 for b, T in seen)
+
+
+def test_without_gradient_nothing_is_kept_and_where_it_cannot_be_shared_nothing_is():
+    model, (episodes, _) = model_of("qwen2"), CASES["one group"]
+    batch, rows = make_batch(episodes, 0), torch.arange(5)
+    with torch.no_grad():
+        for micro, behind in passes(model, batch, rows, limits(2, 0)):
+            keys = behind(batch.select(micro).ids)[prefix.cache_name(model)].layers[0].keys
+            assert not keys.requires_grad and keys.shape[0] == len(micro)
+    models.checkpoint_activations(model)
+    assert [behind for _, behind in passes(model, batch, rows, limits(2, 0))] == [None] * 3
+    assert list(passes(model, batch, rows[:0], limits(2, 0))) == []
