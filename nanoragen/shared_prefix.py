@@ -220,7 +220,7 @@ def _why_plain(model, prompts, reasonings, longest) -> str:
         pass  # and the others need not be looked for
     elif scaled:
         reason = f"its logits are more than hidden x weight ({', '.join(scaled)})"
-    elif attention not in ("sdpa", "eager"):
+    elif attention not in ("sdpa", NAME, "eager"):
         reason = f"its attention ({attention}) takes no mask of our own"
     elif "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         reason = "it takes no position ids"

@@ -71,7 +71,9 @@ def arguments():
 
 
 class Turns:
-    """Wait to be told, and answer with what a step took. The answers go to the real stdout, everything else to stderr."""
+    """Wait to be told, and answer with what a step took. The answers go to the real stdout, everything else to stderr.
+
+    Of several processes of one trainer the first is told and answers."""
 
     def __init__(self):
         self.answers, sys.stdout, self.number = sys.stdout, sys.stderr, 0
@@ -79,13 +81,19 @@ class Turns:
     def wait(self):
         import torch
 
-        if sys.stdin.readline() != TOLD:
+        from nanoragen import distributed
+
+        told = distributed.rank() == 0 and sys.stdin.readline() == TOLD
+        if not distributed.first(told):
             os._exit(0)
         self.number += 1
         torch.manual_seed(self.number)
 
     def answer(self, **found):
-        print(ANSWER + json.dumps(found), file=self.answers, flush=True)
+        from nanoragen import distributed
+
+        if distributed.rank() == 0:
+            print(ANSWER + json.dumps(found), file=self.answers, flush=True)
 
 
 def digest(ids):
@@ -96,10 +104,11 @@ def digest(ids):
 def nanoragen_side(a, **settings):
     """train.py's loop, held up where it moves its progress bar: after a step and before the next."""
     import train
+    from nanoragen import distributed
     from nanoragen.model import load
     from nanoragen.stop import Stop
 
-    turns = Turns()
+    turns, _ = Turns(), distributed.start("cpu")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         c = train.Config(
@@ -120,6 +129,8 @@ def nanoragen_side(a, **settings):
                 pass
 
             def update(self):
+                if distributed.rank():
+                    return turns.wait()
                 line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
                 played = [json.loads(e) for e in (out / "rollouts.jsonl").read_text().splitlines()[-a.groups * a.group_size :]]
                 turns.answer(
@@ -145,6 +156,7 @@ def trl_side(a):
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from nanoragen import distributed
     from nanoragen.chat import Chat, parse_reply
     from nanoragen.envs.base import train_seeds
     from nanoragen.envs.registry import make
@@ -154,7 +166,8 @@ def trl_side(a):
     turns = Turns()
     model, tokenizer = load(a.model, device="cpu")
     chat = Chat(tokenizer)
-    B, updates = a.groups * a.group_size, a.minibatches
+    N = int(os.environ.get("WORLD_SIZE", 1))  # processes
+    B, updates = a.groups * a.group_size // N, a.minibatches
     envs = [make(a.env, **cli.options(a.env_options)) for _ in range(B)]
     clock = {}
 
@@ -210,12 +223,13 @@ def trl_side(a):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step % updates == 0:
                 end, start, rolled = time.perf_counter(), clock["start"], clock["rolled"]
-                counts = {"turns": clock["turns"], "tokens": clock["tokens"], "sampled": digest(clock["ids"])}
+                every = distributed.gather((clock["turns"], clock["tokens"], clock["ids"]))
+                counts = {"turns": mean(t for t, _, _ in every), "tokens": sum(n for _, n, _ in every), "sampled": digest(every)}
                 turns.answer(seconds=end - start, rollout=rolled - start, diagnosis=0.0, **counts)
 
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
+            output_dir=folder, use_cpu=True, ddp_backend="gloo" if N > 1 else None, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
             disable_tqdm=True, loss_type="grpo", beta=0.0, epsilon=0.2, epsilon_high=0.2, temperature=1.0, top_p=1.0, top_k=0,
             num_generations=a.group_size, max_completion_length=a.max_tokens, per_device_train_batch_size=a.micro_batch,
             steps_per_generation=B // a.micro_batch, gradient_accumulation_steps=B // a.micro_batch // updates, num_iterations=1,
@@ -233,7 +247,9 @@ def trl_side(a):
 
 SIDES = {
     "TRL": trl_side,
+    "TRL, two processes": trl_side,
     "nanoragen": lambda a: nanoragen_side(a, filter="none", mi_every=0),
+    "nanoragen, two processes": lambda a: nanoragen_side(a, filter="none", mi_every=0),
     "nanoragen, collapse measured": lambda a: nanoragen_side(a, filter="none", mi_every=1),
     "nanoragen, collapse measured, filter top_p 0.9 (its defaults)": lambda a: nanoragen_side(a, filter="top_p", mi_every=1),
 }
@@ -259,19 +275,22 @@ def main():
     if a.side:
         import torch
 
-        torch.set_num_threads(a.threads)
+        torch.set_num_threads(a.threads // int(os.environ.get("WORLD_SIZE", 1)))
         return SIDES[a.side](a)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(a.threads), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, __file__, *sys.argv[1:], "--side"]
-    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    processes = {side: subprocess.Popen([*command, side], **pipe) for side in SIDES}
+    pipe, processes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}, {}
+    for side in SIDES:
+        N = 2 if side.endswith("two processes") else 1
+        environment = {**os.environ, "OMP_NUM_THREADS": str(a.threads // N), "TOKENIZERS_PARALLELISM": "false"}
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={N}"] if N > 1 else []
+        command = [sys.executable, *launch, __file__, *sys.argv[1:], "--side", side]
+        processes[side] = subprocess.Popen(command, env=environment, **pipe)
     found = {side: [] for side in SIDES}
     for number in range(a.steps + 1):
         sampled = set()
         for side in list(SIDES)[:: -1 if number % 2 else 1]:
             took = step(processes[side])
             print(f"step {number} of {a.steps}: {side}: {took['seconds']:.2f} s, rollout {took['rollout']:.2f} s", file=sys.stderr)
-            if side != "TRL":
+            if not side.startswith("TRL"):
                 sampled.add(took["sampled"])
             if number:  # the first step warms up
                 found[side].append(took)

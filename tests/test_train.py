@@ -153,7 +153,9 @@ def test_episodes_without_advantage_are_not_run_and_still_count(tiny, monkeypatc
     model, _ = tiny
     found, advantage = episodes(8), torch.tensor([0.5, -1.0, 0, 0, 0, 0, 0, 2.0])
     c, ran, own = settings(aggregation=aggregation, loss_length=10), [], train.score
-    monkeypatch.setattr(train, "score", lambda model, batch, rows, *more: (ran.extend(rows.tolist()), own(model, batch, rows, *more))[1])
+    monkeypatch.setattr(
+        train, "score", lambda model, batch, rows, *more: (ran.extend(rows.tolist()), own(model, batch, rows, *more))[1]
+    )
     got, log = gradient(model, found, range(8), advantage, c)
     assert sorted(ran) == [0, 1, 7] and log["nonfinite_updates"] == 0
 

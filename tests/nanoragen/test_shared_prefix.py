@@ -31,6 +31,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nanoragen import shared_prefix
+from nanoragen.attention import NAME
 from nanoragen.shared_prefix import cross_matrix
 
 V = 50
@@ -75,6 +76,7 @@ MODELS = {
     "gpt2": gpt2,
     "phi": phi,
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=100)),
+    "llama-sdpa_cpu": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 2}, attn_implementation=NAME)),
 }
 FALLS_BACK = {
     "mistral": (lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=12)), "sliding window of 12"),
