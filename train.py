@@ -271,7 +271,7 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
             progress(name)
             total, broken, weight = {}, "", torch.zeros(len(length), device=device)
             weight[minibatch] = token_weight(length[minibatch], c)
-            for rows, behind in passes(model, batch, distributed.share(minibatch[runs[minibatch]]), c):  # micro-batches
+            for rows, behind in passes(model, batch, minibatch[runs[minibatch]], c):  # micro-batches, under torchrun this process's
                 with autocast(device, c.dtype):
                     logprob, entropy, row = score(model, batch, rows, c.temperature, behind)
                 sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order

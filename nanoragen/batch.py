@@ -70,12 +70,13 @@ def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: i
 def passes(model, batch: Batch, rows: torch.Tensor, c):
     """The micro-batches of some rows: (rows of one, `behind`), for `model.forward_inputs`, which runs them behind what was run before.
 
-    Prompts are run once for all micro-batches, not once in each. Call `backward` on each one's loss: the prompts' own backward pass
-    follows when the next is asked for after the last, so go through to the end, and let no weight move meanwhile. As many prompts
-    are run together as c.micro_batch and c.micro_tokens let, and their graph is held until then. behind: None where a prompt is
-    not worth it, or the model cannot (nanoragen/prefix.py).
+    rows: long, the same in every process; under torchrun each process gets a share of about as many tokens as the others'. Prompts
+    are run once for all micro-batches, not once in each. Call `backward` on each one's loss: the prompts' own backward pass follows
+    when the next is asked for after the last, so go through to the end, and let no weight move meanwhile. As many prompts are run
+    together as c.micro_batch and c.micro_tokens let, and their graph is held until then. behind: None where a prompt is not worth
+    it, or the model cannot (nanoragen/prefix.py).
     """
-    for some in _by_prompt(batch, rows, c.micro_batch, c.micro_tokens):
+    for some in _together(_mine(batch, _by_prompt(batch, rows)), c.micro_batch, c.micro_tokens):
         part, begun = batch.select(some), None
         wanted = torch.nn.functional.pad(part.mask[:, 1:], (0, 1))
         P = 0 if packs(model) else prefix.length(model, part.ids, wanted)
@@ -89,18 +90,37 @@ def passes(model, batch: Batch, rows: torch.Tensor, c):
             begun.backward()
 
 
-def _by_prompt(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int) -> list[torch.Tensor]:
-    """Cut rows so that those of one prompt (what stands before the first sampled id) are together, and the prompts of each part fit
-    into one forward pass. Prompts alike in length are together."""
-    members, ids, mask = {}, batch.ids[rows.to(batch.ids.device)].tolist(), batch.mask[rows.to(batch.ids.device)].int().argmax(1)
-    for row, tokens, start in zip(rows.tolist(), ids, mask.tolist()):
-        members.setdefault(tuple(tokens[:start]), []).append(row)
-    parts, held = [], []  # held: lengths of the prompts in the last part
-    for prompt in sorted(members, key=lambda p: (len(p), p)):
-        if not parts or len(held) == max_rows or (max_tokens and (len(held) + 1) * len(prompt) > max_tokens):
-            parts, held = [*parts, []], []
-        parts[-1] += members[prompt]
-        held.append(len(prompt))
+def _by_prompt(batch: Batch, rows: torch.Tensor) -> list[tuple[int, tuple[int, ...]]]:
+    """[(row, its prompt: what stands before the first sampled id)], those of one prompt together, prompts alike in length too."""
+    where = rows.to(batch.ids.device)
+    starts = batch.mask[where].int().argmax(1).tolist()
+    found = [(row, tuple(ids[:start])) for row, ids, start in zip(rows.tolist(), batch.ids[where].tolist(), starts)]
+    return sorted(found, key=lambda pair: (len(pair[1]), pair[1]))
+
+
+def _mine(batch: Batch, found: list) -> list:
+    """This process's share of a list as above: a stretch of it, so that few prompts are run in two processes."""
+    if distributed.world() == 1:
+        return found
+    lengths = batch.attention_mask.sum(1).tolist()
+    total, done, mine = sum(lengths[row] for row, _ in found), 0, []
+    for row, prompt in found:
+        middle = done + lengths[row] / 2
+        if int(middle * distributed.world() / total) == distributed.rank():
+            mine.append((row, prompt))
+        done += lengths[row]
+    return mine
+
+
+def _together(found: list, max_rows: int, max_tokens: int) -> list[torch.Tensor]:
+    """A list as above in parts, the prompts of each of which fit into one forward pass (in tokens: one is never cut)."""
+    parts, last, held = [], None, 0  # held: prompts in the last part
+    for row, prompt in found:
+        if prompt != last:
+            last, held = prompt, held + 1
+            if not parts or held > max_rows or (max_tokens and held * len(prompt) > max_tokens):
+                parts, held = [*parts, []], 1
+        parts[-1].append(row)
     return [torch.tensor(part, dtype=torch.long) for part in parts]
 
 
@@ -108,11 +128,11 @@ def _by_prompt(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int)
 def on_tokens(model, batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
     """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
 
-    rows: long, the same in every process; score(rows of a micro-batch, behind) -> [P], in reading order, under autocast; behind: as
+    rows: as in `passes`; score(rows of a micro-batch, behind) -> [P], in reading order, under autocast; behind: as
     `passes` gives it; c: micro_batch, micro_tokens and dtype count.
     """
     table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-    for part, behind in passes(model, batch, distributed.share(rows), c):
+    for part, behind in passes(model, batch, rows, c):
         with autocast(table.device, c.dtype):
             found = score(part, behind)
         table[part] = table[part].masked_scatter(batch.mask[part], found)

@@ -10,7 +10,7 @@ and masks with keys and values of all but the last columns:
 - A turn is played in legs: once enough rows have ended their replies, `generate` is left and goes on without them, so that a
   long reply does not keep the others busy with padding.
 
-Left out on purpose: new episodes joining a running batch, an attention of our own. B episodes still playing, C columns of their
+Left out on purpose: new episodes joining a running batch, an attention kernel of our own. B episodes still playing, C columns of their
 contexts.
 """
 

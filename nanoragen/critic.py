@@ -67,7 +67,7 @@ class Critic:
             for n, minibatch in enumerate(order.chunk(c.minibatches)):
                 progress(f"critic {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
                 tokens, total = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
-                for part, behind in passes(self.trunk, batch, distributed.share(minibatch), c):
+                for part, behind in passes(self.trunk, batch, minibatch, c):
                     with autocast(device, c.dtype):
                         value = self.score(batch, part, behind)
                     mask = batch.mask[part]

@@ -25,7 +25,7 @@ from nanoragen import distributed, metrics  # noqa: E402
 
 SMALL = ["--env", "frozen_lake", "--device", "cpu", "--steps", "2", "--groups", "3", "--group_size", "3", "--max_turns", "2",
          "--max_tokens", "20", "--final_episodes", "1", "--mi_every", "2", "--save_every", "0", "--lr_warmup", "0",
-         "--reward_noise", "0.5", "--lr", "2e-4"]  # fmt: skip
+         "--reward_noise", "0.5", "--lr", "5e-5"]  # fmt: skip
 # AdamW divides a gradient by its size: where it is nothing but rounding (embeddings of words that are hardly ever likely) the step is
 # as large as elsewhere and its sign a matter of rounding. So weights differ by a share of the learning rate.
 CASES = {
@@ -130,7 +130,7 @@ def test_two_processes_equal_one(name, one, two):
     a, b = a / "step_000002", b / "step_000002"
     start = load_file(ROOT / "nanoragen/assets/nano/model.safetensors")
     x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert x.keys() == y.keys() and max((x[k] - start[k]).abs().max() for k in x) > 5e-4  # it was trained
+    assert x.keys() == y.keys() and max((x[k] - start[k]).abs().max() for k in x) > 1e-4  # it was trained
     assert max((x[k] - y[k]).abs().max().item() for k in x) < 1e-5
     x, y = moments(a), moments(b)
     assert x.keys() == y.keys() and all(torch.allclose(x[k], y[k], rtol=1e-3, atol=1e-5) for k in x)
