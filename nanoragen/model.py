@@ -100,7 +100,7 @@ def load(name="nano", *, device=None, dtype=None):
         raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that heeds its mask")
     if device.type == "cuda" and is_flash_attn_2_available() and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and attention.suits(model):
         model.set_attn_implementation(attention.NAME)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from the sampler, so pad = eos is harmless

@@ -87,3 +87,24 @@ def test_models_that_do_not_take_an_attention_from_outside_keep_theirs(tmp_path)
 
     made = BloomForCausalLM(BloomConfig(vocab_size=len(byte_tokenizer()), hidden_size=32, n_layer=1, n_head=2))
     assert models.load(str(saved(tmp_path, made)), device="cpu")[0].config._attn_implementation == "eager"
+
+
+def test_models_whose_code_asks_for_sdpa_by_name_keep_it(tmp_path):
+    """DeepSeek V3.2 chooses 4 keys a query, and masks the others itself under "eager" and "sdpa" only."""
+    pytest.importorskip("transformers.models.deepseek_v32", reason="this transformers does not know the model")
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    torch.manual_seed(0)
+    latent = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=2, topk_group=1)
+    config = {k: v for k, v in SMALL.items() if k != "head_dim"} | latent | experts
+    config |= dict(num_attention_heads=4, num_key_value_heads=4, index_topk=4, index_n_heads=2, index_head_dim=8)
+    folder = saved(tmp_path, DeepseekV32ForCausalLM(DeepseekV32Config(**config, initializer_range=0.2)).eval())
+    model, plain = (
+        models.load(str(folder), device="cpu")[0],
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+    )
+    assert plain.config._attn_implementation == "sdpa"
+    ids = torch.randint(60, (2, 20))
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
