@@ -29,6 +29,19 @@ def model_of(kind, dtype=torch.float64):
     return model
 
 
+def adapted(kind):
+    """With adapters that do something."""
+    pytest.importorskip("peft")
+    model = model_of(kind)
+    lora.adapt(model, 3, 12.0)
+    model.double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return model
+
+
 def group_of(rows, prompt, seed, shortest=3, longest=24):
     """Episodes of one prompt: replies of several lengths, and some tokens between them that were not sampled."""
     g, found = torch.Generator().manual_seed(seed), []
@@ -133,14 +146,7 @@ def test_the_critics_values_and_their_gradient(shared):
 
 
 def test_adapters(shared):
-    pytest.importorskip("peft")
-    model, (episodes, P) = model_of("qwen2"), CASES["groups of one instruction"]
-    lora.adapt(model, 3, 12.0)
-    model.double()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1)
+    model, (episodes, P) = adapted("qwen2"), CASES["groups of one instruction"]
     batch = make_batch(episodes, 0)
     found, want = torch.stack(train.score(model, batch, torch.arange(12), 1.3)[:2]), by_row(model, batch, 1.3)
     assert shared == [P] and close(found, want, 1e-10) and close(gradient(found, model), gradient(want, model), 1e-10)
@@ -294,16 +300,10 @@ def test_an_update_of_other_models(kind):
 
 
 def test_an_update_of_adapters_whose_first_keys_have_no_gradient():
-    pytest.importorskip("peft")
-    model, batch = model_of("qwen2"), make_batch(CASES["groups of one instruction"][0], 0)
-    lora.adapt(model, 3, 12.0)
-    model.double()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=0.1)
-            if "layers.0" in name and (".k_proj" in name or ".v_proj" in name):
-                p.requires_grad_(False)
+    model, batch = adapted("qwen2"), make_batch(CASES["groups of one instruction"][0], 0)
+    for name, p in model.named_parameters():
+        if "layers.0" in name and (".k_proj" in name or ".v_proj" in name):
+            p.requires_grad_(False)
     want, (*found, shared) = alone(model, batch, torch.arange(12)), summed(model, batch, torch.arange(12), limits(5, 0))
     assert shared and all(close(f, w, 1e-10) for f, w in zip(found, want))
 
