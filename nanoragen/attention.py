@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "sdpa_cpu"
+TAKES_MASK = ("sdpa", NAME, "eager")  # attentions that add a 4D mask of one's own; all but "eager" take a bool one
 
 
 def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):

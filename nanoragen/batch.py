@@ -94,7 +94,8 @@ def _by_prompt(batch: Batch, rows: torch.Tensor) -> list[tuple[int, tuple[int, .
     """[(row, its prompt: what stands before the first sampled id)], those of one prompt together, prompts alike in length too."""
     where = rows.to(batch.ids.device)
     starts = batch.mask[where].int().argmax(1).tolist()
-    found = [(row, tuple(ids[:start])) for row, ids, start in zip(rows.tolist(), batch.ids[where].tolist(), starts)]
+    begins = batch.ids[where, : max(starts, default=0)].tolist()
+    found = [(row, tuple(ids[:start])) for row, ids, start in zip(rows.tolist(), begins, starts)]
     return sorted(found, key=lambda pair: (len(pair[1]), pair[1]))
 
 

@@ -65,25 +65,28 @@ class Beginnings:
         cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
         model.base_model(input_ids=starts.to(ids.device), use_cache=True, **{cache_name(model.base_model): cache})
         self.P, self.row_of, self.name, self.layers = P, row_of.tolist(), cache_name(model), cache.layers
-        self.encoded = [(layer.keys, layer.values) for layer in cache.layers]  # [starts, heads, P, D] each
-        self.given = self.encoded
+        self.encoded = self._given()
         if apart:
-            self.given = [tuple(t.detach().requires_grad_(t.requires_grad) for t in pair) for pair in self.encoded]
+            for layer in self.layers:
+                layer.keys, layer.values = (t.detach().requires_grad_(t.requires_grad) for t in (layer.keys, layer.values))
+
+    def _given(self) -> list:
+        """Keys and values of every layer that rows take, [starts, heads, P, D] each."""
+        return [t for layer in self.layers for t in (layer.keys, layer.values)]
 
     def behind(self, rows, ids) -> dict:
         """Inputs that run ids[:, P:] behind the first P tokens. rows: which of the n sequences ids [b, T] are."""
         cache, starts = DynamicCache(), [self.row_of[row] for row in rows]
-        for layer, pair in zip(self.layers, self.given):
-            layer = copy.copy(layer)
+        for layer in map(copy.copy, self.layers):
+            keys, values = layer.keys.unbind(), layer.values.unbind()
             # by stack, not by an index: its gradient is summed in the same order every time
-            layer.keys, layer.values = (torch.stack([every[i] for i in starts]) for every in (t.unbind() for t in pair))
+            layer.keys, layer.values = (torch.stack([t[i] for i in starts]) for t in (keys, values))
             cache.layers.append(layer)
         return {"input_ids": ids[:, self.P :], self.name: cache, "use_cache": True}
 
     def backward(self):
         """What gathered in keys and values (`apart`) goes on to the weights."""
-        pairs = [(t, leaf.grad) for ts, leaves in zip(self.encoded, self.given) for t, leaf in zip(ts, leaves)]
-        pairs = [(t, grad) for t, grad in pairs if grad is not None]
+        pairs = [(t, given.grad) for t, given in zip(self.encoded, self._given()) if given.grad is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs)))
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import DynamicCache
 
-from nanoragen.attention import NAME
+from nanoragen.attention import TAKES_MASK
 from nanoragen.contexts import positions
 from nanoragen.kernels.cross import cross_logprob_matrix
 from nanoragen.prefix import cache_name, rope_changes, same, why_not
@@ -75,7 +75,7 @@ def _scoring_mode(model):
     """Evaluation mode, and attention that takes a mask of our own; everything as it was afterwards."""
     training = [m for m in model.modules() if m.training]
     attention = getattr(model.config, "_attn_implementation", None)
-    swap = attention not in (None, "sdpa", NAME, "eager") and getattr(model, "_supports_sdpa", False)
+    swap = attention not in (None, *TAKES_MASK) and getattr(model, "_supports_sdpa", False)
     model.eval()
     if swap:
         model.set_attn_implementation("sdpa")
@@ -128,7 +128,7 @@ def _shared(model, prompts, reasonings, temperature):
     """Each prompt once; then the reasonings in one row behind its cache, each seeing the prompt and itself. [M, N]"""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     device = next(model.parameters()).device
-    bool_mask = model.config._attn_implementation in ("sdpa", NAME)
+    bool_mask = model.config._attn_implementation != "eager"
     cache = DynamicCache()  # without the config: layers with a (long enough) sliding window keep everything too
 
     def run(ids, at, mask=None):  # [Q] -> [Q, D], and ids join the cache
@@ -220,7 +220,7 @@ def _why_plain(model, prompts, reasonings, longest) -> str:
         pass  # and the others need not be looked for
     elif scaled:
         reason = f"its logits are more than hidden x weight ({', '.join(scaled)})"
-    elif attention not in ("sdpa", NAME, "eager"):
+    elif attention not in TAKES_MASK:
         reason = f"its attention ({attention}) takes no mask of our own"
     elif "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         reason = "it takes no position ids"
