@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nanoragen import stop as stops
+from nanoragen.run import stops
 
 if __name__ == "__main__":
     stops.leave_on_signals()  # no traceback: nothing is lost
 
-from nanoragen import cli
-from nanoragen.settings import check_context, env_options
+from nanoragen.run import cli
+from nanoragen.run.settings import check_context, env_options
 
 
 def flag(default, help):
@@ -59,7 +59,7 @@ def check(c: Config) -> Path:
     """ValueError for the first setting that cannot work, before torch is imported. Returns the file for the episodes."""
     from nanoragen.envs.base import TextEnv
     from nanoragen.envs.registry import make
-    from nanoragen.model import locate
+    from nanoragen.policy.loading import locate
 
     env = make(c.env, **env_options(c))
     for key in ("episodes", "samples", "max_tokens"):
@@ -90,15 +90,15 @@ def run(c: Config):
     out = check(c)
     import torch
 
-    from nanoragen import metrics
-    from nanoragen import model as models
-    from nanoragen.contexts import why_plain
     from nanoragen.envs.base import eval_seeds
     from nanoragen.evaluate import evaluate
-    from nanoragen.rollout import Sampling
+    from nanoragen.policy import loading
+    from nanoragen.rollout.episodes import Sampling
+    from nanoragen.rollout.generation import why_plain
+    from nanoragen.run import metrics
 
     torch.manual_seed(c.seed)
-    model, tokenizer = models.load(c.model, device=c.device) if c.policy == "model" else (None, None)
+    model, tokenizer = loading.load(c.model, device=c.device) if c.policy == "model" else (None, None)
     check_context(c, model)
     if model and (slow := why_plain(model)):
         print(slow)
@@ -107,7 +107,7 @@ def run(c: Config):
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
         format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
     )  # fmt: skip
-    with models.autocast(model.device if model else "cpu", c.dtype if model else "float32"):
+    with loading.autocast(model.device if model else "cpu", c.dtype if model else "float32"):
         found, episodes = evaluate(
             model, tokenizer, c.env, eval_seeds(c.episodes), sampling, env_options=env_options(c),
             samples=c.samples, policy=c.policy, seed=c.seed, diagnose=True, progress=progress,

@@ -8,9 +8,9 @@
 
 One step, in the order of the code below (RAGEN-2, arXiv 2604.06268):
 
-    1. rollouts      G prompts, K episodes each; the sampler hands over ids and mask         nanoragen/rollout.py
-    2. diagnosis     does the reasoning Z still tell the prompts X apart? I(X; Z), H(Z|X)    nanoragen/collapse.py
-    3. advantages    (r - mean) / (std + 1e-6) in each group, or its kin (ALGORITHMS, below);  nanoragen/advantages.py
+    1. rollouts      G prompts, K episodes each; the sampler hands over ids and mask         nanoragen/rollout/episodes.py
+    2. diagnosis     does the reasoning Z still tell the prompts X apart? I(X; Z), H(Z|X)    nanoragen/collapse/estimator.py
+    3. advantages    (r - mean) / (std + 1e-6) in each group, or its kin (ALGORITHMS, below);  nanoragen/learning/advantages.py
                      groups without reward variance carry no signal, only noise: the SNR filter drops them
     4. loss          clipped policy gradient + beta KL - c entropy                           policy_loss, below
     5. update        AdamW, a few minibatches
@@ -28,13 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoragen import stop as stops
+from nanoragen.run import stops
 
 if __name__ == "__main__":
     stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
 
-from nanoragen import cli, distributed
-from nanoragen.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, lets_go, resumed, run_folder
+from nanoragen.run import cli, distributed
+from nanoragen.run.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, lets_go, resumed, run_folder
 
 
 def flag(default, help, ragen=None):
@@ -42,7 +42,7 @@ def flag(default, help, ragen=None):
 
 
 # All that the algorithms differ in. Every column is a setting of its own too, and one that is given wins over the table:
-# --algo grpo --aggregation token_mean. What the words mean: baseline, scale, credit: nanoragen/advantages.py; aggregation:
+# --algo grpo --aggregation token_mean. What the words mean: baseline, scale, credit: nanoragen/learning/advantages.py; aggregation:
 # token_weight, below; inf: no clipping.
 ALGORITHMS = {
     #           baseline   scale   credit     aggregation                clip_low  clip_high
@@ -151,7 +151,7 @@ class Config:
     final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
     save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
     keep: int = flag(2, "checkpoints kept")
-    early_stop: str = flag("variance,filtered,success", "which early stops are on (nanoragen/stop.py); none: no")
+    early_stop: str = flag("variance,filtered,success", "which early stops are on (nanoragen/run/stops.py); none: no")
     resume: str = flag("", "run folder to go on with: its settings, its newest whole checkpoint", "trainer.resume_from_path")
     seed: int = flag(0, "of everything random", "seed")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -174,9 +174,9 @@ def score(model, batch, rows, temperature, behind=None):
     """log pi(token | context) and entropy of every sampled token of some episodes, at the temperature they were sampled at.
 
     Returns (logprob [P], entropy [P], row [P]): fp32, in reading order; row = which of `rows` a token belongs to.
-    behind: prompts that were run before (nanoragen/batch.py, passes).
+    behind: prompts that were run before (nanoragen/policy/batches.py, passes).
     """
-    from nanoragen.model import sampled_scores
+    from nanoragen.policy.loading import sampled_scores
 
     part = batch.select(rows)  # [b, T]
     sampled = part.mask[:, 1:]  # the logits at position t score token t + 1
@@ -187,7 +187,7 @@ def score(model, batch, rows, temperature, behind=None):
 
 def score_all(model, batch, rows, c: Config):
     """log pi of every sampled token of some episodes, without gradient, 0 elsewhere. [B, T]"""
-    from nanoragen.batch import on_tokens
+    from nanoragen.policy.batches import on_tokens
 
     return on_tokens(model, batch, rows, c, lambda part, behind: score(model, batch, part, c.temperature, behind)[0])
 
@@ -252,8 +252,8 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     """
     import torch
 
-    from nanoragen.batch import passes
-    from nanoragen.model import autocast
+    from nanoragen.policy.batches import passes
+    from nanoragen.policy.loading import autocast
 
     device, several = batch.ids.device, c.epochs * c.minibatches > 1
     length = batch.mask.sum(1)  # sampled tokens of each episode [B]
@@ -334,22 +334,25 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     import numpy as np
     import torch
 
-    from nanoragen import advantages, checkpoint, collapse, faults, gradients, memory, metrics, report
-    from nanoragen import model as models
-    from nanoragen.batch import make_batch
-    from nanoragen.contexts import why_plain
-    from nanoragen.critic import Critic
+    from nanoragen.collapse import estimator
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
-    from nanoragen.metrics import interval, scores
-    from nanoragen.rollout import Sampling, rollout
+    from nanoragen.learning import advantages, gradients
+    from nanoragen.learning.critic import Critic
+    from nanoragen.policy import loading
+    from nanoragen.policy.batches import make_batch
+    from nanoragen.report.page import Report, cross_record
+    from nanoragen.rollout.episodes import Sampling, rollout
+    from nanoragen.rollout.generation import why_plain
+    from nanoragen.run import checkpoint, faults, memory, metrics
+    from nanoragen.run.metrics import interval, scores
 
     torch.manual_seed(c.seed)
     options = env_options(c)
     envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    start_model = models.load_policy(c, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
-    reference = models.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
+    start_model = loading.load_policy(c, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
+    reference = loading.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     trained = [p for p in model.parameters() if p.requires_grad]  # all, or the adapters
     optimizer = torch.optim.AdamW(trained, lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
     updates = c.steps * c.epochs * c.minibatches
@@ -364,7 +367,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None, contain_faults=True,
         env_timeout=c.env_timeout or None,
     )  # fmt: skip
-    history, before, measured, regime, ema, done = [], None, [], "", collapse.Ema(), 0
+    history, before, measured, regime, ema, done = [], None, [], "", estimator.Ema(), 0
     if saved:
         state = checkpoint.restore(saved, optimizer, scheduler, critic)
         before, measured, regime, done = state["before"], state["measured"], state["regime"], state["step"]
@@ -372,7 +375,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         history = distributed.on_first(lambda: metrics.rewind(out, done))
     if distributed.rank() == 0:
         log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
-        cross, page = metrics.Lines(out / "cross.jsonl"), report.Report(out)
+        cross, page = metrics.Lines(out / "cross.jsonl"), Report(out)
     else:
         log = cross = page = distributed.Silent()
     groups = [g for g in range(c.groups) for _ in range(c.group_size)]
@@ -388,7 +391,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         phase(f"evaluation ({label})")
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):  # training must not notice
             torch.manual_seed(c.seed)
-            with models.autocast(model.device, c.dtype):
+            with loading.autocast(model.device, c.dtype):
                 found, episodes = evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=options)
         failed = faults.split(episodes)[1]
         if len(failed) > c.max_faults * n:
@@ -416,7 +419,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
         phase("rollout")
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
-        with models.autocast(model.device, c.dtype):
+        with loading.autocast(model.device, c.dtype):
             episodes = rollout(model, tokenizer, envs, seeds, groups, sampling, env_name=c.env, progress=phase)
         log.errors(step, episodes)
         played, failed = faults.split(episodes)
@@ -432,15 +435,15 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
         # 2. diagnosis, before anything is filtered
         if c.mi_every and (step - 1) % c.mi_every == 0:
             phase("diagnosis")
-            with models.autocast(model.device, c.dtype):
-                found, logged = collapse.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
+            with loading.autocast(model.device, c.dtype):
+                found, logged = estimator.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
             line.update(logged)
             if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
                 measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"] / found["mi_upper_bound"]))
-                del measured[1 : -collapse.RECENT]
-                judged = *collapse.recent(measured), *measured[0]  # the last few against the run's first
-                line["regime"], regime = collapse.regime(*judged), collapse.regime_sentence(*judged, vars(c))
-                cross.write([report.cross_record(step, found)])
+                del measured[1 : -estimator.RECENT]
+                judged = *estimator.recent(measured), *measured[0]  # the last few against the run's first
+                line["regime"], regime = estimator.regime(*judged), estimator.regime_sentence(*judged, vars(c))
+                cross.write([cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
         # 3. advantages against the group or the critic; the filter keeps the groups with signal
@@ -546,11 +549,11 @@ def main(argv=None):
         check(c)
         device = distributed.start(c.device)
         out = out if saved else distributed.on_first(partial(run_folder, c))  # before torch is imported: a bad folder shows at once
-        from nanoragen import model as models
-        from nanoragen.chat import Chat
-        from nanoragen.faults import TooManyFaults
+        from nanoragen.policy import loading
+        from nanoragen.rollout.chat import Chat
+        from nanoragen.run.faults import TooManyFaults
 
-        model, tokenizer = models.load_policy(c, saved, device)
+        model, tokenizer = loading.load_policy(c, saved, device)
         Chat(tokenizer)  # a model without a chat template cannot play
         check_context(c, model)
     except ValueError as e:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from nanoragen.envs.registry import make
-from nanoragen.metrics import wilson
+from nanoragen.run.metrics import wilson
 
 COLLAPSE_PROMPTS = 64  # the cross matrix grows with their square
 
@@ -32,7 +32,7 @@ def evaluate(
     groups = [g for g in range(len(seeds)) for _ in range(samples)]
     each = [seeds[g] for g in groups]
     if policy == "model":
-        from nanoragen.rollout import rollout
+        from nanoragen.rollout.episodes import rollout
 
         envs = [make(env_name, **(env_options or {})) for _ in each]
         episodes = rollout(model, tokenizer, envs, each, groups, sampling, env_name=env_name, progress=progress)
@@ -42,10 +42,10 @@ def evaluate(
         episodes = [_play(env, env_name, s, g, sampling, actions) for s, g in zip(each, groups)]
     metrics = summary(episodes, samples)
     if diagnose and policy == "model":
-        from nanoragen import collapse
+        from nanoragen.collapse import estimator
 
         temperature = sampling.temperature or 1.0  # greedy play has no probabilities of its own
-        metrics.update(collapse.diagnose(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)[1])
+        metrics.update(estimator.diagnose(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)[1])
     return metrics, episodes
 
 
@@ -102,7 +102,7 @@ def _actions(env, policy, rng):
 
 def _play(env, name, seed, group, sampling, actions):
     """One episode without a model, under the turn limits and charges of `rollout`: an Episode without ids."""
-    from nanoragen.rollout import Episode, Turn
+    from nanoragen.rollout.episodes import Episode, Turn
 
     state, info = env.reset(seed=seed)
     episode = Episode(name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"])

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from nanoragen import model as models
+from nanoragen.collapse.matrix import cross_matrix
 from nanoragen.envs.registry import make
-from nanoragen.shared_prefix import cross_matrix
+from nanoragen.policy import loading
 
 WAYS = {"shared": True, "plain": False}
 
@@ -47,7 +47,7 @@ def texts(tokenizer, n: int, length: int, seed: int) -> list[list[int]]:
 
 def case(name: str, m: int, tx: int, tz: int):
     """(model, prompts, reasonings) of one row of the table."""
-    model, tokenizer = models.load(name, device="cpu")
+    model, tokenizer = loading.load(name, device="cpu")
     return model, texts(tokenizer, m, tx, 1), texts(tokenizer, m, tz, 2)
 
 

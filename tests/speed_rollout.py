@@ -3,7 +3,7 @@
     python tests/speed_rollout.py                                    # prints one Markdown table
     python tests/speed_rollout.py --env sokoban --max_turns 12 --groups 4 --repeats 3
 
-Both paths of nanoragen/rollout.py play the same episodes: same seeds, same random numbers, and so the same tokens (the script
+Both paths of nanoragen/rollout/episodes.py play the same episodes: same seeds, same random numbers, and so the same tokens (the script
 stops if they differ). They take turns, first one and then the other first, after one round that does not count; of each the
 median is printed, and the median of the ratios within a round. Tokens are those that the model sampled; seconds are of the whole
 `rollout`, environments included. Not a test: pytest does not collect it.
@@ -21,11 +21,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 
-from nanoragen import cli  # noqa: E402
 from nanoragen.envs.base import train_seeds  # noqa: E402
 from nanoragen.envs.registry import make  # noqa: E402
-from nanoragen.model import load  # noqa: E402
-from nanoragen.rollout import Sampling, rollout  # noqa: E402
+from nanoragen.policy.loading import load  # noqa: E402
+from nanoragen.rollout.episodes import Sampling, rollout  # noqa: E402
+from nanoragen.run import cli  # noqa: E402
 
 WAYS = {"cache kept from turn to turn": True, "every context encoded anew": False}
 

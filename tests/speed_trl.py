@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from nanoragen import cli  # noqa: E402
+from nanoragen.run import cli  # noqa: E402
 
 TOLD, ANSWER = "go\n", "step "
 
@@ -81,7 +81,7 @@ class Turns:
     def wait(self):
         import torch
 
-        from nanoragen import distributed
+        from nanoragen.run import distributed
 
         told = distributed.rank() == 0 and sys.stdin.readline() == TOLD
         if not distributed.first(told):
@@ -90,7 +90,7 @@ class Turns:
         torch.manual_seed(self.number)
 
     def answer(self, **found):
-        from nanoragen import distributed
+        from nanoragen.run import distributed
 
         if distributed.rank() == 0:
             print(ANSWER + json.dumps(found), file=self.answers, flush=True)
@@ -104,9 +104,9 @@ def digest(ids):
 def nanoragen_side(a, **settings):
     """train.py's loop, held up where it moves its progress bar: after a step and before the next."""
     import train
-    from nanoragen import distributed
-    from nanoragen.model import load
-    from nanoragen.stop import Stop
+    from nanoragen.policy.loading import load
+    from nanoragen.run import distributed
+    from nanoragen.run.stops import Stop
 
     turns, _ = Turns(), distributed.start("cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -156,12 +156,12 @@ def trl_side(a):
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from nanoragen import distributed
-    from nanoragen.chat import Chat, parse_reply
     from nanoragen.envs.base import train_seeds
     from nanoragen.envs.registry import make
-    from nanoragen.model import load
-    from nanoragen.rollout import UNREADABLE
+    from nanoragen.policy.loading import load
+    from nanoragen.rollout.chat import Chat, parse_reply
+    from nanoragen.rollout.episodes import UNREADABLE
+    from nanoragen.run import distributed
 
     turns = Turns()
     model, tokenizer = load(a.model, device="cpu")

@@ -13,11 +13,11 @@ import torch
 from test_references import MASK, REWARD, VALUE, close, wave
 
 import train
-from nanoragen.advantages import bi_level_gae, gae, group_relative, group_statistics, last_tokens, token_advantages
-from nanoragen.batch import Batch, make_batch
-from nanoragen.critic import Critic
-from nanoragen.rollout import Episode, Turn
-from nanoragen.settings import RAGEN_FILTER, check
+from nanoragen.learning.advantages import bi_level_gae, gae, group_relative, group_statistics, last_tokens, token_advantages
+from nanoragen.learning.critic import Critic
+from nanoragen.policy.batches import Batch, make_batch
+from nanoragen.rollout.episodes import Episode, Turn
+from nanoragen.run.settings import RAGEN_FILTER, check
 from train import ALGORITHMS, Config, token_weight
 
 
@@ -352,7 +352,7 @@ def test_micro_batches_change_nothing_for_the_critic(model):
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 def test_a_step_without_a_kept_group_changes_no_weight_and_no_moment(algo, tmp_path, monkeypatch):
-    from nanoragen import rollout as rollouts
+    from nanoragen.rollout import episodes as rollouts
 
     play, played = rollouts.rollout, []
 

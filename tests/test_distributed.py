@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "nanoragen")]  # for the processes that torchrun starts
 
-import train  # noqa: E402
 from helpers import moments, timeless  # noqa: E402
-from nanoragen import distributed, metrics  # noqa: E402
+
+import train  # noqa: E402
+from nanoragen.run import distributed, metrics  # noqa: E402
 
 SMALL = ["--env", "frozen_lake", "--device", "cpu", "--steps", "2", "--groups", "3", "--group_size", "3", "--max_turns", "2",
          "--max_tokens", "20", "--final_episodes", "1", "--mi_every", "2", "--save_every", "0", "--lr_warmup", "0",

@@ -12,8 +12,8 @@ import eval as program
 from nanoragen import evaluate as module
 from nanoragen.envs.base import EVAL_SEEDS
 from nanoragen.evaluate import evaluate, interval, pass_at
-from nanoragen.metrics import wilson
-from nanoragen.rollout import Sampling
+from nanoragen.rollout.episodes import Sampling
+from nanoragen.run.metrics import wilson
 
 ENVS = ("sokoban", "frozen_lake", "bandit", "countdown")
 SEEDS = list(range(12))
@@ -148,7 +148,7 @@ def test_the_same_seed_gives_the_same_figures(tmp_path, capsys, folder):
 def test_collapse_metrics_where_there_is_reasoning(tmp_path, capsys, folder, monkeypatch):
     tokenizer = byte_tokenizer()
     model = script(tiny_model(tokenizer), play("hm</think><answer>Gold</answer>", tokenizer=tokenizer))
-    monkeypatch.setattr("nanoragen.model.load", lambda name, device: (model, tokenizer))
+    monkeypatch.setattr("nanoragen.policy.loading.load", lambda name, device: (model, tokenizer))
     argv = ["--env", "bandit", "--model", folder, "--episodes", "4", "--json", "--out", str(tmp_path / "e")]
     found = json.loads(run(capsys, *argv).splitlines()[-1])
     assert found["parse_rate"] == 1.0 and 0 < found["collapse_first_turn_sample/mi_upper_bound"] <= math.log(4) + 1e-6

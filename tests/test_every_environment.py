@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import train
 from fake_lean import fake_lean
 from helpers import saved_model
 
 import eval as evaluation
+import train
 from nanoragen.envs.registry import names
-from nanoragen.settings import env_flags, env_options
+from nanoragen.run.settings import env_flags, env_options
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--groups", "2", "--group_size", "2", "--final_episodes", "2", "--eval_every", "0", "--minibatches", "1", "--filter", "none",

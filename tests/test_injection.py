@@ -17,8 +17,11 @@ from helpers import saved_model, timeless
 from safetensors.torch import load_file
 
 import train
-from nanoragen import checkpoint, collapse, contexts, metrics, rollout
-from nanoragen import model as models
+from nanoragen.collapse import estimator
+from nanoragen.policy import loading
+from nanoragen.rollout import episodes as rollout
+from nanoragen.rollout import generation
+from nanoragen.run import checkpoint, metrics
 
 FILE_DAMAGES = 96  # truncations and flipped bits, over all files of a checkpoint
 LOG_DAMAGES = 60  # torn lines, NUL bytes, broken UTF-8, flipped bits, in metrics.jsonl and rollouts.jsonl
@@ -90,7 +93,7 @@ def test_no_damage_to_any_file_of_a_checkpoint_goes_unnoticed(whole, tmp_path): 
             with pytest.raises(ValueError, match="step_000003 is (damaged|not a complete checkpoint)"):
                 if checkpoint.of_trainer(path.name) or path.name == checkpoint.MARKER:
                     checkpoint.load_state(folder)
-                models.load(str(folder))  # also where the marker is wrong about a file of the model
+                loading.load(str(folder))  # also where the marker is wrong about a file of the model
         path.write_bytes(data)
     assert checkpoint.newest(run, say=pytest.fail) == folder and harmless <= 4
 
@@ -246,7 +249,7 @@ def nan_at(place, patch):
 @pytest.mark.parametrize("place", ["loss", "gradient", "log-prob"])
 def test_an_update_that_is_not_finite_is_left_out_and_named(place, arguments, tmp_path, monkeypatch, capsys):
     nan_at(place, monkeypatch)
-    start = models.load(arguments[3])[0].state_dict()
+    start = loading.load(arguments[3])[0].state_dict()
     longer = ["9" if before == "--steps" else arg for before, arg in zip(["", *arguments], arguments)]
     train.main([*longer, "--out", str(tmp_path / "run")])
     said = capsys.readouterr()
@@ -325,7 +328,7 @@ def exhausted(kind):
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "python"])
 @pytest.mark.parametrize(
     "module, name, phase, advice",
-    [(contexts, "_generate", "turn 1", "--rollout_batch (now 0"), (collapse, "measure", "diagnosis", "--mi_every 0"),
+    [(generation, "_generate", "turn 1", "--rollout_batch (now 0"), (estimator, "measure", "diagnosis", "--mi_every 0"),
      (train, "score_all", "score", "--micro_batch (now 32)"), (train, "policy_loss", "update 1/2", "--micro_batch (now 32)")],
 )  # fmt: skip
 def test_out_of_memory_is_one_line(kind, module, name, phase, advice, arguments, tmp_path, monkeypatch, capsys):

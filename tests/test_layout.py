@@ -22,14 +22,14 @@ import importlib, importlib.util, os, sys
 if {script!r}:
     sys.path.insert(0, {script!r})  # what `python train.py` does
 import nanoragen
-import nanoragen.envs.sokoban, nanoragen.kernels, nanoragen.cli
+import nanoragen.envs.sokoban, nanoragen.kernels, nanoragen.run.cli
 from nanoragen.envs.registry import make, names
 text, _ = make("sokoban").reset(seed=0)
 assert text and "countdown" in names()
 import gymnasium
 gymnasium.make("nanoragen/Sokoban-v0", disable_env_checker=True).reset(seed=1)
 home = os.path.realpath({home!r})
-for name in ("cli", "envs.sokoban", "kernels.logprob", "train", "eval"):  # found, not run: torch takes long to import
+for name in ("run.cli", "envs.sokoban", "kernels.logprob", "train", "eval"):  # found, not run: torch takes long to import
     where = os.path.realpath(importlib.util.find_spec("nanoragen." + name).origin)
     assert where.startswith(home + os.sep), where
 assert "kernels" not in sys.modules and "envs" not in sys.modules

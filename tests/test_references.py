@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoragen.advantages import bi_level_gae, gae, group_relative, group_statistics, last_tokens, whiten
-from nanoragen.critic import value_errors
+from nanoragen.learning.advantages import bi_level_gae, gae, group_relative, group_statistics, last_tokens, whiten
+from nanoragen.learning.critic import value_errors
 from train import Config, kl_estimate, policy_loss, token_weight
 
 LENGTH = 9  # what dr_grpo divides by

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-import train
 from helpers import moments, timeless
 from safetensors.torch import load_file
 
-from nanoragen import checkpoint, metrics, settings
+import train
+from nanoragen.run import checkpoint, metrics, settings
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
          "--final_episodes", "4", "--keep", "9", "--eval_every", "2"]  # fmt: skip
@@ -195,7 +195,7 @@ def test_rewind_keeps_whole_lines_up_to_a_step(tmp_path):
 
 def test_a_resumed_run_runs_its_reference_as_the_whole_run_does(tmp_path, monkeypatch):
     """Layers that run again share no beginnings of rows, which rounds otherwise: so the KL would not be the same bit for bit."""
-    from nanoragen import model as models
+    from nanoragen.policy import loading
 
     class Enough(Exception):
         pass
@@ -205,8 +205,8 @@ def test_a_resumed_run_runs_its_reference_as_the_whole_run_does(tmp_path, monkey
         raise Enough
 
     seen, c = [], train.Config(device="cpu", gradient_checkpointing=True, beta=0.1)
-    model, tokenizer = models.load_policy(c)
-    monkeypatch.setattr(models, "reference", reference)
+    model, tokenizer = loading.load_policy(c)
+    monkeypatch.setattr(loading, "reference", reference)
     for saved in (None, tmp_path):
         with pytest.raises(Enough):
             train.run(c, model, tokenizer, tmp_path, saved)

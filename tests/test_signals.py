@@ -17,7 +17,7 @@ import tqdm
 from helpers import saved_model, timeless
 
 import train
-from nanoragen import checkpoint, stop
+from nanoragen.run import checkpoint, stops
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ["evaluation (before)", "rollout", "turn 1", "diagnosis", "advantages", "reference", "score", "update 1/2", "update 2/2",
@@ -144,7 +144,7 @@ def test_a_closed_terminal_asks_but_not_under_nohup():
     for handler, heard in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
         before = signal.signal(signal.SIGHUP, handler)
         try:
-            with stop.Stop() as asked:
+            with stops.Stop() as asked:
                 os.kill(os.getpid(), signal.SIGHUP)
             assert asked.asked == heard and signal.getsignal(signal.SIGHUP) is handler
         finally:

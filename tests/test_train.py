@@ -10,9 +10,9 @@ from helpers import byte_tokenizer, saved_model, tiny_model
 
 import eval as evaluation
 import train
-from nanoragen.batch import make_batch, micro_batches
 from nanoragen.kernels.advantage import group_advantages
-from nanoragen.rollout import Episode, Turn
+from nanoragen.policy.batches import make_batch, micro_batches
+from nanoragen.rollout.episodes import Episode, Turn
 from train import Config, check, kl_estimate, policy_loss, score, score_all, update
 
 
@@ -282,7 +282,7 @@ def test_learning_rate_schedule():
 
 
 def test_a_reply_as_long_as_the_context_is_refused(tiny):
-    from nanoragen.settings import check_context
+    from nanoragen.run.settings import check_context
 
     model, _ = tiny  # 2048 positions
     with pytest.raises(ValueError, match="^max_tokens: 64 with --max_context 64; valid: below 64"):
@@ -296,7 +296,7 @@ def test_a_reply_as_long_as_the_context_is_refused(tiny):
 def test_a_reply_as_long_as_the_context_of_mpt_is_refused():
     from transformers import MptConfig
 
-    from nanoragen.settings import check_context
+    from nanoragen.run.settings import check_context
 
     model = SimpleNamespace(config=MptConfig(max_seq_len=64))
     with pytest.raises(ValueError, match="^max_tokens: 64 with the context of nano 64; valid"):

@@ -21,7 +21,7 @@ import pytest
 
 from disguises import BREAKING, CHEATS, FUNCTIONS, HUGE, TEMPLATES, disguises, fill
 from fake_lean import fake_lean
-from nanoragen.chat import parse_reply
+from nanoragen.rollout.chat import parse_reply
 from nanoragen.envs import lean, math_judge
 from nanoragen.envs.code import Code
 from nanoragen.envs.code_data import own_tasks

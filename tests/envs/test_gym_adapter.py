@@ -10,7 +10,7 @@ from nanoragen.envs.base import TextEnv
 from nanoragen.envs.gym_adapter import GymText
 from nanoragen.envs.registry import make
 from nanoragen.evaluate import evaluate
-from nanoragen.rollout import Sampling
+from nanoragen.rollout.episodes import Sampling
 
 LAKE = {"is_slippery": False, "actions": "Left/Down/Right/Up"}
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nanoragen.chat import parse_reply
+from nanoragen.rollout.chat import parse_reply
 from nanoragen.envs import math_judge, math_qa
 from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS
 from nanoragen.envs.math_qa import THINGS, MathQA, question_and_answer

@@ -7,7 +7,7 @@ import pytest
 
 from helpers import byte_tokenizer, play, script, tiny_model
 from nanoragen.envs.registry import names
-from nanoragen.rollout import Sampling, rollout
+from nanoragen.rollout.episodes import Sampling, rollout
 from playable import make
 
 TOKENIZER = byte_tokenizer()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from backends import BACKENDS, DEVICE
 
-from nanoragen.collapse import collapse_metrics
+from nanoragen.collapse.estimator import collapse_metrics
 from nanoragen.kernels import reference
 from nanoragen.kernels.cross import cross_logprob_matrix, cross_statistics
 

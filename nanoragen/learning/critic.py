@@ -1,0 +1,106 @@
+"""The critic of PPO: what return to expect before each token, learned by regression.
+
+    critic = Critic(model, lr, schedule)
+    value = critic.values(batch, rows, c)                                       # [B, T], before the update
+    line.update(critic.update(batch, rows, returns, value, c, rng, progress))
+
+It is a linear head on a copy of the policy's trunk, not on the trunk itself. A shared trunk would save its memory, but its
+features would also follow the value loss, which knows nothing of reasoning; this project asks what the policy gradient does to
+them. The head starts at 0, so that the first advantages are plain returns.
+
+Left out: a warm-up of the critic alone, values of several heads, a trunk smaller than the policy's.
+"""
+
+import copy
+import math
+from functools import partial
+
+import torch
+
+from nanoragen.policy.batches import on_tokens, passes
+from nanoragen.policy.loading import autocast, forward_inputs
+from nanoragen.run import distributed
+from nanoragen.run.checkpoint import restore_optimizer
+
+
+class Critic:
+    def __init__(self, model, lr: float, schedule, weight_decay: float = 0.0):
+        """model: a causal language model of transformers; schedule: update number -> factor of the peak rate lr."""
+        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}  # under adapters: shared, not copied
+        self.trunk = copy.deepcopy(model.base_model, frozen)
+        self.head = torch.nn.Linear(model.get_output_embeddings().weight.shape[1], 1).to(model.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.parameters = [p for p in self.trunk.parameters() if p.requires_grad] + [*self.head.parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
+
+    def state_dict(self) -> dict:
+        """Weights, moments and schedule: all that a resumed run needs."""
+        return {k: getattr(self, k).state_dict() for k in ("trunk", "head", "optimizer", "scheduler")}
+
+    def load_state_dict(self, state: dict):
+        self.trunk.load_state_dict(state["trunk"])
+        self.head.load_state_dict(state["head"])
+        restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
+
+    def score(self, batch, rows, behind=None):
+        """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""
+        part = batch.select(rows)
+        inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:], behind=behind)
+        hidden = self.trunk(**inputs).last_hidden_state
+        return self.head(hidden[wanted]).squeeze(1).float()
+
+    def values(self, batch, rows, c) -> torch.Tensor:
+        """The values of some episodes, 0 elsewhere. [B, T]"""
+        return on_tokens(self.trunk, batch, rows, c, partial(self.score, batch))
+
+    def update(self, batch, rows, returns, old, c, rng, progress=lambda text: None) -> dict:
+        """c.epochs passes of c.minibatches updates. returns, old [B, T]: targets, and the values from before; rows [kept] long.
+
+        The loss is a token mean over the minibatch. Returns the mean of each logged quantity, and `critic/explained_variance`:
+        1 - Var(return - value) / Var(return) over all tokens, before the update; 1 is a perfect critic, 0 or less a useless one.
+        """
+        device, logs, nonfinite = batch.ids.device, [], 0
+        for epoch in range(c.epochs):
+            order = rows[torch.from_numpy(rng.permutation(len(rows)))]
+            for n, minibatch in enumerate(order.chunk(c.minibatches)):
+                progress(f"critic {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
+                tokens, total = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
+                for part, behind in passes(self.trunk, batch, minibatch, c):
+                    with autocast(device, c.dtype):
+                        value = self.score(batch, part, behind)
+                    mask = batch.mask[part]
+                    error, clipped = value_errors(value, old[part][mask], returns[part][mask], c.value_clip)
+                    loss = error.sum() / tokens
+                    loss.backward()
+                    total["critic/loss"] += loss.item()
+                    total["critic/clip_ratio"] += (clipped.sum() / tokens).item()
+                distributed.sum_gradients(self.parameters)
+                total = distributed.add_up(total)
+                norm = torch.nn.utils.clip_grad_norm_(self.parameters, c.max_grad_norm).item()
+                if math.isfinite(norm) and math.isfinite(total["critic/loss"]):  # as for the policy: weights survive a bad gradient
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    logs.append({**total, "critic/grad_norm": norm})
+                else:
+                    nonfinite += 1
+                self.optimizer.zero_grad(set_to_none=True)
+        mask = torch.zeros_like(batch.mask)
+        mask[rows] = batch.mask[rows]
+        spread = returns[mask].var(correction=0)
+        explained = 1 - ((returns - old)[mask].var(correction=0) / spread).item() if spread > 0 else 0.0
+        found = {k: sum(log[k] for log in logs) / len(logs) for k in (logs[0] if logs else {})}
+        return found | {"critic/explained_variance": explained, "critic/nonfinite_updates": nonfinite}
+
+
+def value_errors(value, old, returns, clip: float):
+    """Half squared error of each token, clipped: the worse of V and of V held within clip of what it was (PPO2; 0: not clipped).
+
+    All [P]. Returns (error [P], whether the clip decided [P]).
+    """
+    error = (value - returns).square() / 2
+    if not clip:
+        return error, torch.zeros_like(error, dtype=torch.bool)
+    held = (old + (value - old).clamp(-clip, clip) - returns).square() / 2
+    return torch.maximum(error, held), held > error

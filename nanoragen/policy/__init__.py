@@ -1,0 +1,9 @@
+"""The policy: a causal language model of transformers, loaded, batched and scored.
+
+In: a model's name; episodes. Out: the model; log-prob and entropy of every sampled token, with gradient.
+
+Read in this order:
+    loading.py        nano, a folder, a GGUF file or a hub id becomes (model, tokenizer); adapters: lora.py; attention.py
+    batches.py        episodes become tensors and micro-batches
+    prefix_cache.py   what several sequences begin with is encoded once, with gradient through it
+"""

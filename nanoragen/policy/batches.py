@@ -1,0 +1,142 @@
+"""Episodes to tensors: right padding, masks, turn index.
+
+Masks come from the episodes (that is, from the sampler), never from looking for an id, so the padding id may be the
+end-of-turn id. Padding is on the right: position ids are 0, 1, 2, ... without being given, as for an episode alone.
+B episodes, T tokens of the longest. Packing, without padding, happens on the way into the model: `model.forward_inputs`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nanoragen.policy import prefix_cache
+from nanoragen.policy.loading import autocast, packs
+from nanoragen.run import distributed
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor  # [B, T] long, padded on the right
+    attention_mask: torch.Tensor  # [B, T] long, 1 on everything but padding
+    mask: torch.Tensor  # [B, T] bool, True on exactly the ids that the model sampled
+    turn: torch.Tensor  # [B, T] long, turn index (from 0) of a sampled id, -1 elsewhere
+
+    def to(self, device) -> "Batch":
+        return Batch(*(t.to(device) for t in (self.ids, self.attention_mask, self.mask, self.turn)))
+
+    def select(self, rows: torch.Tensor) -> "Batch":
+        """These rows, padded no further than their longest. rows: [b] long."""
+        rows = rows.to(self.ids.device)
+        T = int(self.attention_mask[rows].sum(1).max())
+        return Batch(*(t[rows, :T] for t in (self.ids, self.attention_mask, self.mask, self.turn)))
+
+
+def make_batch(episodes, pad_id: int) -> Batch:
+    """Episodes (at least one) as one Batch on the CPU."""
+    B, T = len(episodes), max(len(e.ids) for e in episodes)
+    ids = torch.full((B, T), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros(B, T, dtype=torch.long)
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    turn = torch.full((B, T), -1, dtype=torch.long)
+    for b, episode in enumerate(episodes):
+        n = len(episode.ids)
+        ids[b, :n] = torch.tensor(episode.ids)
+        attention_mask[b, :n] = 1
+        mask[b, :n] = torch.tensor(episode.mask, dtype=torch.bool)
+        for i, t in enumerate(episode.turns):
+            turn[b, t.start : t.end] = i
+    return Batch(ids, attention_mask, mask, turn)
+
+
+def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int = 0, known: int = 0) -> list[torch.Tensor]:
+    """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
+
+    max_tokens: at most so many tokens each, padding counted (rows x longest); 0: no such limit. A row that is longer is alone.
+    known: tokens of each row that are not run.
+    Alike in length so that little is padding; longest first so that memory runs out at once or never. No rows, no tensors.
+    """
+    if max_rows < 1:
+        raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
+    lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu() - known
+    order = lengths.argsort(descending=True, stable=True)
+    parts, lengths = [], lengths[order].tolist()
+    while sum(parts) < len(lengths):
+        longest = max(1, lengths[sum(parts)])
+        size = min(max_rows, max(1, max_tokens // longest)) if max_tokens else max_rows
+        parts.append(min(size, len(lengths) - sum(parts)))
+    return list(rows.cpu()[order].split(parts)) if parts else []
+
+
+def passes(model, batch: Batch, rows: torch.Tensor, c):
+    """The micro-batches of some rows: (rows of one, `behind`), for `model.forward_inputs`, which runs them behind what was run before.
+
+    rows: long, the same in every process; under torchrun each process gets a share of about as many tokens as the others'. Prompts
+    are run once for all micro-batches, not once in each. Call `backward` on each one's loss: the prompts' own backward pass follows
+    when the next is asked for after the last, so go through to the end, and let no weight move meanwhile. As many prompts are run
+    together as c.micro_batch and c.micro_tokens let, and their graph is held until then. behind: None where a prompt is not worth
+    it, or the model cannot (nanoragen/policy/prefix_cache.py).
+    """
+    for some in _together(_mine(batch, _by_prompt(batch, rows)), c.micro_batch, c.micro_tokens):
+        part, begun = batch.select(some), None
+        wanted = torch.nn.functional.pad(part.mask[:, 1:], (0, 1))
+        P = 0 if packs(model) else prefix_cache.length(model, part.ids, wanted)
+        if P:
+            with autocast(part.ids.device, c.dtype):
+                begun = prefix_cache.Beginnings(model, part.ids, P, apart=True)
+        number = {row: n for n, row in enumerate(some.tolist())}
+        for micro in micro_batches(batch, some, c.micro_batch, c.micro_tokens, known=P):
+            yield micro, begun and partial(begun.behind, [number[row] for row in micro.tolist()])
+        if begun and torch.is_grad_enabled():
+            begun.backward()
+
+
+def _by_prompt(batch: Batch, rows: torch.Tensor) -> list[tuple[int, tuple[int, ...]]]:
+    """[(row, its prompt: what stands before the first sampled id)], those of one prompt together, prompts alike in length too."""
+    where = rows.to(batch.ids.device)
+    starts = batch.mask[where].int().argmax(1).tolist()
+    begins = batch.ids[where, : max(starts, default=0)].tolist()
+    found = [(row, tuple(ids[:start])) for row, ids, start in zip(rows.tolist(), begins, starts)]
+    return sorted(found, key=lambda pair: (len(pair[1]), pair[1]))
+
+
+def _mine(batch: Batch, found: list) -> list:
+    """This process's share of a list as above: a stretch of it, so that few prompts are run in two processes."""
+    if distributed.world() == 1:
+        return found
+    lengths = batch.attention_mask.sum(1).tolist()
+    total, done, mine = sum(lengths[row] for row, _ in found), 0, []
+    for row, prompt in found:
+        middle = done + lengths[row] / 2
+        if int(middle * distributed.world() / total) == distributed.rank():
+            mine.append((row, prompt))
+        done += lengths[row]
+    return mine
+
+
+def _together(found: list, max_rows: int, max_tokens: int) -> list[torch.Tensor]:
+    """A list as above in parts, the prompts of each of which fit into one forward pass (in tokens: one is never cut)."""
+    parts, last, held = [], None, 0  # held: prompts in the last part
+    for row, prompt in found:
+        if prompt != last:
+            last, held = prompt, held + 1
+            if not parts or held > max_rows or (max_tokens and held * len(prompt) > max_tokens):
+                parts, held = [*parts, []], 1
+        parts[-1].append(row)
+    return [torch.tensor(part, dtype=torch.long) for part in parts]
+
+
+@torch.no_grad()
+def on_tokens(model, batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
+    """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
+
+    rows: as in `passes`; score(rows of a micro-batch, behind) -> [P], in reading order, under autocast; behind: as
+    `passes` gives it; c: micro_batch, micro_tokens and dtype count.
+    """
+    table = torch.zeros(batch.ids.shape, device=batch.ids.device)
+    for part, behind in passes(model, batch, rows, c):
+        with autocast(table.device, c.dtype):
+            found = score(part, behind)
+        table[part] = table[part].masked_scatter(batch.mask[part], found)
+    distributed.sum_tensors([table])  # each process has scored its share
+    return table

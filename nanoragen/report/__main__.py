@@ -1,0 +1,4 @@
+from nanoragen.report.page import main
+
+if __name__ == "__main__":
+    main()
