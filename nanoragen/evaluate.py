@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from nanoragen.envs.registry import make
+from nanoragen.rollout.episodes import EpisodeRunner, Turn, rollout
 from nanoragen.run.metrics import wilson
 
 COLLAPSE_PROMPTS = 64  # the cross matrix grows with their square
@@ -32,14 +33,11 @@ def evaluate(
     groups = [g for g in range(len(seeds)) for _ in range(samples)]
     each = [seeds[g] for g in groups]
     if policy == "model":
-        from nanoragen.rollout.episodes import rollout
-
         envs = [make(env_name, **(env_options or {})) for _ in each]
         episodes = rollout(model, tokenizer, envs, each, groups, sampling, env_name=env_name, progress=progress)
     else:
         env, rng = make(env_name, **(env_options or {})), np.random.default_rng(seed)
-        actions = _actions(env, policy, rng)
-        episodes = [_play(env, env_name, s, g, sampling, actions) for s, g in zip(each, groups)]
+        episodes = [play_without_model(env, env_name, s, g, sampling, policy, rng) for s, g in zip(each, groups)]
     metrics = summary(episodes, samples)
     if diagnose and policy == "model":
         from nanoragen.collapse import estimator
@@ -93,38 +91,12 @@ def pass_at(solved, k: int) -> float:
     return float(np.mean([1 - math.comb(K - int(c), k) / math.comb(K, k) for c in solved.sum(1)]))
 
 
-def _actions(env, policy, rng):
-    """Makes an endless or finite iterator of actions for a fresh episode; each is asked for in the state as it is then."""
-    if policy == "demonstrate":
-        return env.demonstrate
-    return lambda: (env.random_action(rng) for _ in itertools.count())
-
-
-def _play(env, name, seed, group, sampling, actions):
-    """One episode without a model, under the turn limits and charges of `rollout`: an Episode without ids."""
-    from nanoragen.rollout.episodes import Episode, Turn
-
-    state, info = env.reset(seed=seed)
-    episode = Episode(name, int(seed), group, [], [], instruction=env.instruction, observation=state, success=info["success"])
-    max_turns, max_actions = (
-        sampling.max_turns or env.max_turns,
-        sampling.max_actions_per_turn or env.max_actions_per_turn,
-    )
-    plan = iter(actions())
-    while not (episode.terminated or episode.truncated):
-        shown, executed, total = state, [], 0.0
-        for action in itertools.islice(plan, max_actions):
-            state, reward, terminated, truncated, info = env.step(action)
-            executed.append(action)
-            total += float(reward)
-            episode.success, episode.terminated = bool(info["success"]), bool(terminated)
-            episode.truncated = "env" if truncated and not terminated else ""
-            if terminated or truncated:
-                break
-        reply = f"</think><answer>{' || '.join(executed)}</answer>"
-        episode.turns.append(Turn(0, 0, 0, shown, reply, executed, True, total))
-        if not (episode.terminated or episode.truncated) and len(episode.turns) == max_turns:
-            episode.truncated = "turns"
-            unused = max_turns * max_actions - sum(len(t.actions) for t in episode.turns)
-            episode.turns[-1].reward += env.step_reward * unused
-    return episode
+def play_without_model(env, env_name, seed, group, sampling, policy, rng):
+    """One episode at random or by the environment's solver, under the limits and charges of `rollout`: an `Episode` without ids."""
+    runner = EpisodeRunner(env, env_name, seed, group, sampling)
+    actions = env.demonstrate() if policy == "demonstrate" else (env.random_action(rng) for _ in itertools.count())
+    while not runner.over:
+        turn = Turn(0, 0, 0, runner.observation, "")
+        runner.act(turn, actions)
+        turn.reply = f"</think><answer>{' || '.join(turn.actions)}</answer>"
+    return runner.episode

@@ -1,31 +1,33 @@
-"""From chat template to token ids without ever re-tokenising what was sampled, and from a reply's text to actions.
+"""The token ids around what is sampled, without ever tokenising that again; and what a reply says.
 
     chat = Chat(tokenizer)
     ids = chat.prompt(instruction, observation)            # ... up to and including "<think>"
     ids += sampled                                         # exactly what the model emitted, its end of turn included
-    ids += chat.follow(sampled, next_observation)          # the template's glue around the next observation
+    ids += chat.follow(sampled, next_observation)          # what the template puts around the next observation
+    reply = parse_reply(chat.reply_text(sampled))          # its reasoning and its actions
 
 A chat template renders whole conversations. Rendering again each turn would tokenise old replies anew (other ids than
 were sampled), and many templates rewrite history (they delete earlier reasoning). So the template is rendered once, on
-marker words, and what stands between the markers is the glue. Any template with user and assistant roles works; where
-there is no system role, the instruction goes in front of the first observation.
+marker words, and the text between the markers is kept. Any template with user and assistant roles works; where there is
+no system role, the instruction goes in front of the first observation.
 
-Instructions and observations are tokenised together with the glue, so the text of a special token inside an observation
-becomes that token: they come from the environment and are trusted. Left out on purpose: tools, images, model names.
+Instructions and observations are tokenised together with the template's text, so the text of a special token inside an
+observation becomes that token: they come from the environment and are trusted. Left out on purpose: tools, images, model names.
 """
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 
-SYSTEM, USERS, REPLIES = "marker-s", ("marker-u1", "marker-u2", "marker-u3"), ("marker-r1", "marker-r2")
+SYSTEM, TURNS = "marker-s", ("marker-u1", "marker-r1", "marker-u2", "marker-r2", "marker-u3")  # user and assistant by turns
 # A generation prompt may open a think block already, or hold an empty one (a template with thinking switched off).
 OPEN_THINK = re.compile(r"<think>\s*(</think>\s*)?$")
 
 
 class Chat:
-    """The glue between turns, learnt from `tokenizer.chat_template`. ValueError when there is none or it drops text.
+    """What `tokenizer.chat_template` puts around the turns. ValueError when there is no template or it drops messages.
 
     end_ids: ids any of which ends a turn: the template's end-of-turn token, and the tokenizer's end of text.
     """
@@ -34,17 +36,13 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("model: its tokenizer has no chat template; valid: a chat (instruct) model, or set chat_template")
         self.tokenizer = tokenizer
-        # Glue of a later turn, from a conversation without a system message: some templates move that to the last turn.
-        u1, u2, u3 = ({"role": "user", "content": u} for u in USERS)
-        r1, r2 = ({"role": "assistant", "content": r} for r in REPLIES)
-        talk = self._render([u1, r1, u2, r2, u3])
-        _, glue = _cut(talk, REPLIES[1])
-        self._glue, self._tail = _cut(glue, USERS[2])  # end of turn + user header; end of user + assistant header
-        self._tail = OPEN_THINK.sub("", self._tail) + "<think>"
-        # A first turn may differ (begin of text, default system message), so head and tail are learnt from it too.
-        self._head, self._middle, first_tail = self._first_turn(u1)
-        self._first_tail = OPEN_THINK.sub("", first_tail) + "<think>"
-        self._end_id = self._template_end()
+        talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS)]
+        # A later turn, from a conversation without a system message: some templates move that to the last turn.
+        later_turn = _split_at(self._render(talk), TURNS[3])[1]
+        self._before_observation, self._before_reply = _split_at(later_turn, TURNS[4])  # end of turn + header; end of turn + header
+        # A first turn may differ: begin of text, a default system message.
+        self._before_instruction, self._before_first_observation, self._before_first_reply = self._first_turn(talk[0])
+        self._end_id = self._end_of_turn()
         ends = [self._end_id, tokenizer.eos_token_id]
         self.end_ids = list(dict.fromkeys(i for i in ends if i is not None))
         if not self.end_ids:
@@ -52,14 +50,15 @@ class Chat:
 
     def prompt(self, instruction: str, observation: str) -> list[int]:
         """Ids of the first turn's context: system, first observation, up to and including "<think>"."""
-        return self._encode(self._head + instruction + self._middle + observation + self._first_tail)
+        before = self._before_instruction + instruction + self._before_first_observation
+        return self._encode(before + observation + self._before_first_reply)
 
     def follow(self, reply_ids: list[int], observation: str) -> list[int]:
         """Ids that come after a sampled reply, up to and including the next "<think>".
 
         A reply that was cut (its last id ends no turn) gets the template's end of turn; one that ended itself does not.
         """
-        ids = self._encode(self._glue + observation + self._tail)
+        ids = self._encode(self._before_observation + observation + self._before_reply)
         if reply_ids and reply_ids[-1] in self.end_ids and self._end_id is not None:
             ids = ids[ids.index(self._end_id) + 1 :]  # the first one is the template's: it stands before the observation
         return ids
@@ -78,7 +77,9 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, messages) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        """The conversation up to and including the "<think>" that a reply goes on from."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return OPEN_THINK.sub("", text) + "<think>"
 
     def _first_turn(self, user) -> tuple[str, str, str]:
         """Text before the instruction, between it and the observation, and after."""
@@ -86,21 +87,20 @@ class Chat:
             text = self._render([{"role": "system", "content": SYSTEM}, user])
         except TemplateError:  # how templates say that they have no system role
             text = ""
-        if SYSTEM in text:
-            head, rest = _cut(text, SYSTEM)
-            return head, *_cut(rest, user["content"])
-        head, tail = _cut(self._render([user]), user["content"])
-        return head, "\n\n", tail
+        if SYSTEM not in text:  # the instruction goes in front of the observation
+            text = self._render([user]).replace(user["content"], f"{SYSTEM}\n\n{user['content']}")
+        before, rest = _split_at(text, SYSTEM)
+        return before, *_split_at(rest, user["content"])
 
-    def _template_end(self) -> int | None:
+    def _end_of_turn(self) -> int | None:
         """The special token that the template puts after a reply, None when it puts plain text there."""
-        ids = self._encode(self._glue.lstrip())
+        ids = self._encode(self._before_observation.lstrip())
         special = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         return ids[0] if ids and ids[0] in special | set(self.tokenizer.all_special_ids) else None
 
 
-def _cut(text: str, marker: str) -> tuple[str, str]:
-    """Text before and after a marker. ValueError when the template did not render the message."""
+def _split_at(text: str, marker: str) -> tuple[str, str]:
+    """The text before and after a marker. ValueError when the template did not render the marker's message."""
     before, found, after = text.partition(marker)
     if not found:
         raise ValueError("model: its chat template drops messages; valid: one that renders user and assistant turns")
@@ -119,16 +119,33 @@ class Reply:
 REPLY = re.compile(r"(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
 
-def parse_reply(text: str) -> Reply:
+def parse_reply(text: str, placeholders: frozenset[str] = frozenset()) -> Reply:
     """Take apart what followed the prompt's "<think>": "reasoning</think><answer>a || b</answer>".
 
     Parsed only if every tag stands there exactly once, in this order, with nothing but white space between and after,
-    and there is an action. Only the reply is looked at, so tags in the prompt do not count. Never raises.
+    there is an action, and neither reasoning nor answer is one of the `placeholders`. Only the reply is looked at, so tags
+    in the prompt do not count. Never raises.
     """
     once = all(text.count(tag) == 1 for tag in ("</think>", "<answer>", "</answer>")) and "<think>" not in text
     match = REPLY.fullmatch(text) if once else None
-    actions = [a.strip() for a in match[2].split("||") if a.strip()] if match else []
+    copied = match and not placeholders.isdisjoint(map(_fold, match.groups()))
+    actions = [a.strip() for a in match[2].split("||") if a.strip()] if match and not copied else []
     return Reply(text.partition("</think>")[0].strip(), actions, bool(actions))
+
+
+def find_placeholders(instruction: str) -> frozenset[str]:
+    """What stands for a reply's parts where an instruction shows the format: any reasoning, an answer "your ...", and "...".
+
+    Another answer there is an example, and may be the right one: "Up || Left".
+    """
+    shown = re.findall(r"<(think|answer)>(.*?)</\1>", instruction, re.DOTALL)
+    texts = [_fold(text) for tag, text in shown if tag == "think" or _fold(text).startswith("your ")]
+    return frozenset(["...", *filter(None, texts)])
+
+
+def _fold(text: str) -> str:
+    """The text without differences of case and white space."""
+    return " ".join(text.casefold().split())
 
 
 def reasoning_span(reply_ids: list[int], tokenizer) -> int:
@@ -143,11 +160,5 @@ def reasoning_span(reply_ids: list[int], tokenizer) -> int:
 
     if not has_tag(reply_ids):
         return -1
-    low, high = 1, len(reply_ids)  # the shortest prefix that holds the tag, by bisection
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if has_tag(reply_ids[:middle]) else (middle + 1, high)
-    start = low - 1
-    while not has_tag(reply_ids[start:low]):
-        start -= 1
-    return start
+    end = bisect_left(range(len(reply_ids)), True, key=lambda n: has_tag(reply_ids[:n]))  # the shortest prefix that holds the tag
+    return next(start for start in reversed(range(end)) if has_tag(reply_ids[start:end]))

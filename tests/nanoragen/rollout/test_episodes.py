@@ -1,6 +1,6 @@
 """What is played and recorded: tokens, masks, rewards, ends (cases R1-R7, R15, A3, A4, A16, A18).
 
-How tokens are drawn is in test_sampling.py.
+How tokens are drawn is in test_sampler.py.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Kept keys and values, and turns played in legs: the same tokens and the same notes as encoding every context anew.
+"""The KV cache kept from turn to turn, and finished rows evicted during a turn: tokens and log-probs are those of the reference.
 
-No environment plays here; whole rollouts both ways are in test_sampling.py.
+No environment plays here; whole rollouts both ways are in test_sampler.py.
 """
 
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from helpers import byte_tokenizer, tiny_model
 
 from nanoragen.rollout import generation
 from nanoragen.rollout.episodes import Sampling
-from nanoragen.rollout.generation import CachedContexts, PlainContexts, positions, sampling_mode, why_plain
+from nanoragen.rollout.generation import CachedGenerator, UncachedGenerator, positions, sampling_mode, why_plain
 
 TOKENIZER = byte_tokenizer()
 V = len(TOKENIZER)
@@ -33,11 +33,11 @@ def model_of(kind):
 
 
 @pytest.fixture
-def many_legs(monkeypatch):
-    """Every end of a reply ends a leg."""
-    monkeypatch.setattr(generation, "LEG_SHARE", 0)
-    monkeypatch.setattr(generation, "LEG_ROWS", 1)
-    monkeypatch.setattr(generation, "LEG_COLUMNS", 1)
+def evict_always(monkeypatch):
+    """Every end of a reply evicts its row."""
+    monkeypatch.setattr(generation, "COMPACT_FRACTION", 0)
+    monkeypatch.setattr(generation, "COMPACT_ROWS", 1)
+    monkeypatch.setattr(generation, "COMPACT_COLUMNS", 1)
 
 
 def prompts(B, seed=0):
@@ -58,37 +58,38 @@ def both(model, ends, B, *, max_tokens=12, turns=4, temperature=1.0, leave=True)
         return inner(**inputs)
 
     with sampling_mode(model):
-        plain, cached = (ways(model, chat, sampling, prompts(B)) for ways in (PlainContexts, CachedContexts))
+        reference, cached = (kind(model, chat, sampling, prompts(B)) for kind in (UncachedGenerator, CachedGenerator))
         for turn in range(1, turns + 1):
-            luck = rng.random((len(plain.contexts), max_tokens)).tolist()
-            replies = plain.sample(turn, luck)
+            uniforms = rng.random((len(reference.contexts), max_tokens)).tolist()
+            replies, values = reference.sample(turn, uniforms)
             calls.append([])
             model.generate = counted
-            assert cached.sample(turn, luck) == replies
+            found = cached.sample(turn, uniforms)
+            assert found[0] == replies
             model.generate = inner
-            for reply, wanted, found in zip(replies, plain.values, cached.values):
-                assert np.allclose(found, wanted[: len(reply)], atol=2e-4) and len(found) == len(reply)
+            for reply, wanted, got in zip(replies, values, found[1]):
+                assert np.allclose(got, wanted, atol=2e-4) and len(got) == len(wanted) == len(reply)
             lengths.append([len(reply) for reply in replies])
             stay = [row for row in range(len(replies)) if not leave or len(replies) < 4 or rng.random() < 0.8]
             glue = [rng.integers(V, size=rng.integers(1, 15)).tolist() for _ in stay]
-            for way in (plain, cached):
-                way.follow(stay, glue)
-            assert cached.contexts == plain.contexts
+            for generator in (reference, cached):
+                generator.extend(stay, glue)
+            assert cached.contexts == reference.contexts
     return lengths, calls
 
 
 def rows_left(lengths):
-    """Rows at the start of each leg, where every end ends one."""
+    """Rows in each call of `generate`, where every end evicts its row."""
     return [len(lengths)] + [n for end in sorted(set(lengths)) if (n := sum(length > end for length in lengths))]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "llama", "gpt_neox"])
-def test_legs_draw_and_note_what_the_twin_does(kind, temperature, many_legs):
+def test_cached_replies_and_values_are_those_of_the_reference(kind, temperature, evict_always):
     lengths, calls = both(model_of(kind), EVERY_FIFTH, 9, temperature=temperature)
     for n, rows in zip(lengths, calls):
         want = rows_left(n)
-        assert rows == want or rows == want[:-1]  # no new leg for the last column
+        assert rows == want or rows == want[:-1]  # no other call for the last column
     assert temperature == 0 or max(map(len, calls)) > 3 and len({n for turn in lengths for n in turn}) > 5
 
 
@@ -118,7 +119,7 @@ def windowed(kind, window):
 
 @pytest.mark.parametrize("window", [7, 512])
 @pytest.mark.parametrize("kind", ["mistral", "gemma3", "llama4"])
-def test_a_window_keeps_the_cache(kind, window, many_legs):
+def test_a_window_keeps_the_cache(kind, window, evict_always):
     """Contexts here have 3 to over 50 tokens: far beyond the shorter window, and never as many as the longer."""
     model, ids = windowed(kind, window), torch.arange(40)[None]
     assert not why_plain(model)
@@ -154,7 +155,7 @@ def test_positions_are_found_under_every_name():
         assert positions(SimpleNamespace(config=config)) == want
 
 
-def test_nobody_leaves_and_the_rows_change_places(many_legs):
+def test_nobody_leaves_and_the_rows_change_places(evict_always):
     """The rows are in another order after each turn, and all play on. Here the padding id is one of those that end a turn."""
     lengths, calls = both(model_of("llama"), [TOKENIZER.pad_token_id, *EVERY_FIFTH], 7, leave=False, turns=5)
     assert all(len(turn) == 7 for turn in lengths) and all(len(rows) > 1 for rows in calls)
@@ -165,13 +166,13 @@ def test_nobody_leaves_and_the_rows_change_places(many_legs):
     [(ALL, 6, 8, {1}, [6]), (NONE, 6, 8, {8}, [6]), (EVERY_FIFTH, 1, 8, None, [1]), (EVERY_FIFTH, 6, 1, {1}, [6])],
     ids=["all end at once", "nobody ends", "one row", "one token"],
 )
-def test_turns_without_a_second_leg(ends, B, max_tokens, lengths, calls, many_legs):
+def test_turns_in_which_nothing_is_evicted(ends, B, max_tokens, lengths, calls, evict_always):
     found, called = both(model_of("qwen2"), ends, B, max_tokens=max_tokens, leave=False)
     assert called == [calls] * 4
     assert lengths is None or all(set(turn) == lengths for turn in found)
 
 
-def test_a_leg_ends_where_that_pays():
+def test_rows_are_evicted_where_that_pays():
     """Half of the rows, at least eight, four columns before the last: worked out from the lengths of the replies."""
     B, limit = 40, 24
     lengths, calls = both(model_of("qwen2"), EVERY_FIFTH, B, max_tokens=limit, leave=False, turns=3)
@@ -186,30 +187,30 @@ def test_a_leg_ends_where_that_pays():
     assert both(model_of("qwen2"), EVERY_FIFTH, 7, leave=False)[1] == [[7]] * 4  # never for fewer than eight
 
 
-def test_when_a_leg_ends():
+def test_when_enough_rows_have_finished():
     """Of 40 rows twenty must have ended, of 12 eight; what ended before is not forgotten, nor padding counted."""
     for B, enough in ((40, 20), (12, 8)):
-        leave, ids = generation._Leave(torch.tensor([1, 4]), last=20), torch.full((B, 8), 7)
+        leave, ids = generation._EnoughFinished(torch.tensor([1, 4]), last=20), torch.full((B, 8), 7)
         for row in range(enough):  # one ends at each token
             ids[:row, -1], ids[row, -1] = 0, (1, 4)[row % 2]
             assert leave(ids, None).tolist() == [row + 1 == enough or r <= row for r in range(B)]
     for column, left in ((5, True), (6, False)):  # four columns to come, or three
-        leave = generation._Leave(torch.tensor([1, 4]), last=9)
+        leave = generation._EnoughFinished(torch.tensor([1, 4]), last=9)
         assert leave(torch.tensor([[7] * (column - 1) + [4]] * 9 + [[7] * column]), None).tolist() == [True] * 9 + [left]
 
 
-def test_no_row_is_decoded_after_its_end(many_legs):
-    """Every leg begins with one new column, so the rows of all forward passes are as many as the sampled ids."""
+def test_no_row_is_decoded_after_its_end(evict_always):
+    """Every call begins with one new column, so the rows of all forward passes are as many as the sampled ids."""
     model, shapes = model_of("qwen2"), []
     chat = SimpleNamespace(tokenizer=TOKENIZER, end_ids=EVERY_FIFTH)
     with sampling_mode(model):
-        ways = CachedContexts(model, chat, Sampling(max_tokens=16), prompts(8))
+        generator = CachedGenerator(model, chat, Sampling(max_tokens=16), prompts(8))
         model.register_forward_pre_hook(lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
-        replies = ways.sample(1, np.random.default_rng(3).random((8, 16)).tolist())
+        replies, _ = generator.sample(1, np.random.default_rng(3).random((8, 16)).tolist())
     assert {C for _, C in shapes} == {1} and sum(B for B, _ in shapes) == sum(map(len, replies))
 
 
-def test_broken_logits_in_a_later_leg_name_the_turn(many_legs):
+def test_broken_logits_after_an_eviction_name_the_turn(evict_always):
     model, calls = model_of("qwen2"), []
     chat, inner = SimpleNamespace(tokenizer=TOKENIZER, end_ids=EVERY_FIFTH), model.generate
 
@@ -221,7 +222,7 @@ def test_broken_logits_in_a_later_leg_name_the_turn(many_legs):
 
     model.generate = generate
     with sampling_mode(model), pytest.raises(FloatingPointError, match="turn 7"):
-        CachedContexts(model, chat, Sampling(max_tokens=16), prompts(8)).sample(
+        CachedGenerator(model, chat, Sampling(max_tokens=16), prompts(8)).sample(
             7, np.random.default_rng(3).random((8, 16)).tolist()
         )
     assert len(calls) == 2 and calls[1] < 8
@@ -232,9 +233,9 @@ def test_the_cache_has_no_holes():
     model, rng = model_of("qwen2"), np.random.default_rng(5)
     chat = SimpleNamespace(tokenizer=TOKENIZER, end_ids=EVERY_FIFTH)
     with sampling_mode(model):
-        ways = CachedContexts(model, chat, Sampling(max_tokens=16), prompts(6))
+        generator = CachedGenerator(model, chat, Sampling(max_tokens=16), prompts(6))
         for turn in range(6):
-            longest = max(map(len, ways.contexts))
-            ways.sample(turn, rng.random((6, 16)).tolist())
-            assert all(s.shape[2] == longest + 16 - 1 for layer in ways.cache.layers for s in layer.stores)
-            ways.follow(list(range(6)), [[3] * int(n) for n in rng.integers(1, 9, size=6)])
+            longest = max(map(len, generator.contexts))
+            generator.sample(turn, rng.random((6, 16)).tolist())
+            assert all(s.shape[2] == longest + 16 - 1 for layer in generator.cache.layers for s in layer.buffers)
+            generator.extend(list(range(6)), [[3] * int(n) for n in rng.integers(1, 9, size=6)])

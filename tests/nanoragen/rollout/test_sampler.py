@@ -1,4 +1,4 @@
-"""How tokens are drawn: the distribution, and the kept cache against its twin (cases R5, R8-R11, R17, R18)."""
+"""How tokens are drawn: the distribution, and the kept cache against its reference (cases R5, R8-R11, R17, R18)."""
 
 import logging
 import math
@@ -11,8 +11,8 @@ import nanoragen.rollout.episodes
 import nanoragen.rollout.sampler
 from nanoragen.policy.batches import make_batch
 from nanoragen.rollout.chat import Chat
-from nanoragen.rollout.episodes import Sampling, rollout
-from nanoragen.rollout.sampler import Draw, draw
+from nanoragen.rollout.episodes import EpisodeRunner, Sampling, rollout
+from nanoragen.rollout.sampler import Sampler, inverse_cdf
 
 KINDS = ("qwen2", "gpt2")
 
@@ -50,31 +50,31 @@ def token_logprobs(model, episodes, pad, temperature=1.0):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What `draw` was really given and drew: a list of (probabilities [B, V], ids [B])."""
+    """What `inverse_cdf` was really given and drew: a list of (probabilities [B, V], ids [B])."""
     calls = []
 
-    def spy(probs, luck):
-        calls.append((probs, draw(probs, luck)))
+    def spy(probs, uniforms):
+        calls.append((probs, inverse_cdf(probs, uniforms)))
         return calls[-1][1]
 
-    monkeypatch.setattr(nanoragen.rollout.sampler, "draw", spy)
+    monkeypatch.setattr(nanoragen.rollout.sampler, "inverse_cdf", spy)
     return calls
 
 
 # -- the distribution --------------------------------------------------------------------------------------------------
 
 
-def test_draw_gives_every_id_its_share_of_the_luck():
+def test_inverse_cdf_gives_every_id_its_share():
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
-    luck = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     for scale in (1.0, 0.99, 1.01):  # a softmax sums to 1 but for rounding
-        ids = draw(scale * probs.expand(1000, 6), luck)
+        ids = inverse_cdf(scale * probs.expand(1000, 6), uniforms)
         assert torch.bincount(ids, minlength=6).tolist() == [0, 250, 0, 500, 250, 0] and ids.tolist() == sorted(ids.tolist())
     edges = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53], dtype=torch.float64)  # 0 goes to none of probability 0
-    assert draw(probs.expand(4, 6), edges).tolist() == [1, 3, 4, 4]
+    assert inverse_cdf(probs.expand(4, 6), edges).tolist() == [1, 3, 4, 4]
     many = torch.full((3, 200_000), 1 / 200_000)  # float32 sums would be off by more than an id
-    luck = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    assert draw(many, luck).tolist() == pytest.approx([20_000, 100_000, 180_000], abs=1)
+    uniforms = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    assert inverse_cdf(many, uniforms).tolist() == pytest.approx([20_000, 100_000, 180_000], abs=1)
 
 
 @pytest.mark.parametrize("keep_cache", [True, False])
@@ -122,13 +122,13 @@ def test_what_is_noted_of_each_id_is_what_it_was_drawn_from(keep_cache, temperat
 def test_impossible_ids_and_broken_rows_while_drawing():
     """A quarter each on two of four ids, half on one, none on the last; a NaN anywhere blanks the row and is noted."""
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
-    for luck, id in ((0.0, 0), (0.49, 0), (0.51, 1), (0.74, 1), (0.76, 2), (1 - 1e-16, 2)):
-        choose = Draw(torch.tensor([[luck]], dtype=torch.float64), 1.0, 1)
-        assert choose(torch.tensor([[7]]), logits)[0].isfinite().nonzero().tolist() == [[id]] and not choose.bad
-        assert choose.values() == [[pytest.approx((math.log(0.25 if id else 0.5), 1.5 * math.log(2)))]]
-    choose = Draw(torch.zeros(1, 1, dtype=torch.float64), 1.0, 1)
-    assert choose(torch.tensor([[7]]), torch.full((1, 4), math.nan)).isfinite().sum() == 1 and choose.bad
-    assert Draw(torch.zeros(2, 1), 0.7, 1).values() == [[], []]
+    for uniform, id in ((0.0, 0), (0.49, 0), (0.51, 1), (0.74, 1), (0.76, 2), (1 - 1e-16, 2)):
+        sampler = Sampler(torch.tensor([[uniform]], dtype=torch.float64), 1.0, 1)
+        assert sampler(torch.tensor([[7]]), logits)[0].isfinite().nonzero().tolist() == [[id]] and not sampler.broken
+        assert sampler.values() == [[pytest.approx((math.log(0.25 if id else 0.5), 1.5 * math.log(2)))]]
+    sampler = Sampler(torch.zeros(1, 1, dtype=torch.float64), 1.0, 1)
+    assert sampler(torch.tensor([[7]]), torch.full((1, 4), math.nan)).isfinite().sum() == 1 and sampler.broken
+    assert Sampler(torch.zeros(2, 1), 0.7, 1).values() == [[], []]
 
 
 def test_nothing_but_the_temperature_reshapes_the_distribution(drawn):
@@ -215,7 +215,7 @@ def test_rollout_batch_changes_no_token_and_episodes_of_a_group_differ(ragged):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_cache_draws_the_tokens_of_its_twin(kind, temperature, ragged):
+def test_kept_cache_draws_the_tokens_of_its_reference(kind, temperature, ragged):
     """Four turns of ragged replies; with a context limit episodes leave early too."""
     tokenizer = byte_tokenizer()
     turns, lengths = set(), set()
@@ -235,17 +235,18 @@ def test_kept_cache_when_episodes_leave(ragged, monkeypatch):
     tokenizer = byte_tokenizer()
     model = tiny_model(tokenizer, seed=4)
     leaves = {0: 1, 3: 2, 5: 3}  # episode -> its last turn
-    results = []
+    results, inner = [], EpisodeRunner._append_context
     for keep_cache in (True, False):
-        rows = {}  # tables are first asked in the order of their episodes
+        rows = {}  # runners are made in the order of their episodes
 
-        def out_of_context(table, length, limit, rows=rows):
-            row = rows.setdefault(table, len(rows))
-            if len(table.episode.turns) == leaves.get(row):
-                table.episode.truncated = "context"
-            return table.over
+        def append_context(runner, ids, rows=rows):
+            row = rows.setdefault(runner, len(rows))
+            if len(runner.episode.turns) == leaves.get(row):
+                runner.episode.truncated = "context"
+                return []
+            return inner(runner, ids)
 
-        monkeypatch.setattr(nanoragen.rollout.episodes._Table, "out_of_context", out_of_context)
+        monkeypatch.setattr(EpisodeRunner, "_append_context", append_context)
         results.append(run(model, tokenizer, keep_cache=keep_cache))
     assert [len(e.turns) for e in results[0]] == [1, 4, 4, 2, 4, 3]
     assert [e.ids for e in results[0]] == [e.ids for e in results[1]]
@@ -277,7 +278,7 @@ def test_shared_prompts_are_encoded_once_and_a_turn_costs_its_new_tokens(forward
     assert len(again) == 1 and again[0][0] == 6 and again[0][1] <= max(glue) + 1
     shapes.clear()
     run(model, tokenizer, max_turns=2, keep_cache=False)
-    assert [s[1] > prompt for s in shapes if s[1] > 1] == [False, True] and shapes[0] == (6, prompt)  # the twin
+    assert [s[1] > prompt for s in shapes if s[1] > 1] == [False, True] and shapes[0] == (6, prompt)  # the reference
 
 
 def test_r18_gradient_checkpointing_leaves_the_cache_on(forwards, caplog):
