@@ -119,6 +119,24 @@ def test_a_plan_that_ends_early_is_charged_like_a_rollout(monkeypatch):
     assert episodes[0].truncated == "turns" and found["return"] == pytest.approx(3 * 2 * -0.1)  # 1 used, 5 not
 
 
+def test_a_plan_is_paid_and_ended_as_the_same_actions_of_a_model_are(monkeypatch):
+    class Climber(Ladder):
+        def demonstrate(self):
+            for n in range(self.max_turns * self.max_actions_per_turn):
+                assert self.acted == ["up"] * n  # each is asked for when those before were executed
+                yield "up"
+
+    tokenizer, answer = byte_tokenizer(), "</think><answer>up || up</answer>"
+    model = script(tiny_model(tokenizer), play(*[answer] * 3, tokenizer=tokenizer))
+    for height, end in ((4, ""), (100, "turns")):
+        monkeypatch.setattr(module, "make", lambda name, height=height, **options: Climber(height))
+        (theirs,), (ours,) = (
+            evaluate(model, tokenizer, "ladder", [4], Sampling(), policy=policy)[1] for policy in ("model", "demonstrate")
+        )
+        assert ours.messages == theirs.messages and ours.truncated == theirs.truncated == end and ours.ids == []
+        assert [(t.reward, t.actions) for t in ours.turns] == [(t.reward, t.actions) for t in theirs.turns]
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -175,7 +175,8 @@ def rollout_metrics(episodes, env: str) -> dict:
     """The figures of a step's episodes, before any filter.
 
     num_tokens: all ids of all episodes of the step (prompts, observations and replies); completions/mean_length: sampled
-    ids of an episode; reward_std: over all episodes, sample (n-1).
+    ids of an episode, max_length: of the longest reply, clipped_ratio: replies that were cut at max_tokens; reward_std: over all
+    episodes, sample (n-1).
     """
     rewards = [e.reward for e in episodes]
     turns = [t for e in episodes for t in e.turns]
@@ -187,6 +188,8 @@ def rollout_metrics(episodes, env: str) -> dict:
         f"{env}/success": _mean([e.success for e in episodes]),
         "num_tokens": sum(len(e.ids) for e in episodes),
         "completions/mean_length": _mean([e.num_tokens for e in episodes]),
+        "completions/max_length": max((t.end - t.start for t in turns), default=0),
+        "completions/clipped_ratio": _mean([t.cut for t in turns]),
         "rollout/turns": _mean([len(e.turns) for e in episodes]),
         "rollout/actions": _mean([sum(len(t.actions) for t in e.turns) for e in episodes]),
         "rollout/parse_rate": _mean([t.parsed for t in turns]),

@@ -6,7 +6,7 @@ from helpers import TEMPLATES, byte_tokenizer, encode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoragen.rollout.chat import Chat, parse_reply, reasoning_span
+from nanoragen.rollout.chat import Chat, find_placeholders, parse_reply, reasoning_span
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 tagless = st.text().filter(lambda t: not any(tag in t for tag in TAGS))
@@ -140,6 +140,30 @@ def test_e9_tags_in_the_prompt_do_not_count():
     assert parse_reply(chat.reply_text(ids)).actions == ["down"]
     assert not parse_reply(chat.reply_text(encode(chat.tokenizer, "nothing"))).parsed
     assert chat.decode(prompt).count("<answer>") == 2  # the example is really there
+
+
+SHOWN = "Reply <think>your  reasoning</think><answer>{}</answer>. Then <think></think>"
+
+
+@pytest.mark.parametrize(
+    "answer, text, parsed",
+    [
+        ("Up || Left", "go</think><answer>Up || Left</answer>", True),  # an example may be the right answer
+        ("Up || Left", "Your\nReasoning </think><answer>Down</answer>", False),
+        ("Up || Left", "your reasoning</think><answer>Up || Left</answer>", False),
+        ("Up || Left", "your reasoning says up</think><answer>Up</answer>", True),
+        ("Up || Left", "...</think><answer>Up</answer>", False),
+        ("Up || Left", "go</think><answer>...</answer>", False),
+        ("Up || Left", "</think><answer>Up</answer>", True),
+        ("your answer", "go</think><answer>Your answer</answer>", False),
+        ("your answer", "go</think><answer>my answer</answer>", True),
+        ("yours", "go</think><answer>yours</answer>", True),
+    ],
+)
+def test_a_placeholder_of_the_instruction_is_no_reply(answer, text, parsed):
+    reply = parse_reply(text, find_placeholders(SHOWN.format(answer)))
+    assert reply.parsed == parsed == bool(reply.actions) and parse_reply(text).parsed
+    assert reply.reasoning == parse_reply(text).reasoning
 
 
 pieces = st.lists(st.sampled_from([*TAGS, "||", " ", "up", "\n", "<", "/", "é"]) | st.text(max_size=3), max_size=12)

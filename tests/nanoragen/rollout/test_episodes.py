@@ -154,6 +154,15 @@ def test_an_unread_reply_costs_the_penalty_and_nothing_moves():
     assert not episode.turns[2].observation.startswith(UNREADABLE)
 
 
+def test_a_copy_of_the_instructions_placeholder_is_an_unread_reply():
+    env = Ladder()
+    env.instruction = "Climb. Reply <think>your reasoning</think><answer>up</answer>"
+    copied, own = "Your reasoning</think><answer>up</answer>", "so</think><answer>up</answer>"
+    episode = run_one(copied, own, own, env=env, format_penalty=-0.7)
+    assert [t.parsed for t in episode.turns] == [False, True, True] and env.acted == ["up", "up"]
+    assert episode.turns[0].reward == -0.7 and episode.turns[0].think_end == episode.turns[0].start
+
+
 def test_actions_beyond_the_limit_are_not_executed_and_the_end_stops_them():
     env = Ladder()
     episode = run_one("x</think><answer>up||up||up||up</answer>", UP, UP, env=env, max_actions_per_turn=3, max_turns=1)
@@ -295,6 +304,12 @@ def test_progress_and_arguments():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)
     assert rollout(model, TOKENIZER, [], [], [], Sampling(), env_name="ladder") == []
+
+
+def test_a_reply_is_cut_where_it_had_not_ended():
+    budget = len(encode(TOKENIZER, UP)) + 1
+    episode = run_one(UP, "a bit longer " + UP, UP, max_tokens=budget)
+    assert [(t.cut, t.end - t.start) for t in episode.turns] == [(False, budget), (True, budget), (False, budget)]
 
 
 def test_end_ids_of_the_chat_stop_a_turn():

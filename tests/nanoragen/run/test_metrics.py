@@ -148,7 +148,10 @@ def test_wilson_against_its_equation():
 
 
 def test_rollout_metrics():
-    found = metrics.rollout_metrics([episode(), episode((-0.1,), False, False, "turns")], "bandit")
+    cut = episode((-0.1,), False, False, "turns")
+    cut.turns[0].cut, cut.turns[0].end = True, 7
+    found = metrics.rollout_metrics([episode(), cut], "bandit")
+    assert found["completions/max_length"] == 5 and found["completions/clipped_ratio"] == pytest.approx(1 / 3)
     assert found["reward"] == pytest.approx(0.7) and found["reward_std"] == pytest.approx(1.6 / math.sqrt(2))
     assert found["bandit/success"] == 0.5 and found["num_tokens"] == 6 + 4 and found["completions/mean_length"] == 3
     assert found["rollout/parse_rate"] == pytest.approx(2 / 3) and found["rollout/turns"] == 1.5
