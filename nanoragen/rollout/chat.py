@@ -42,7 +42,10 @@ class Chat:
         self._before_observation, self._before_reply = _split_at(later_turn, TURNS[4])  # end of turn + header; end of turn + header
         # A first turn may differ: begin of text, a default system message.
         self._before_instruction, self._before_first_observation, self._before_first_reply = self._first_turn(talk[0])
-        self._end_id = self._end_of_turn()
+        # What ends a turn: the special token that the template puts after a reply, None when it puts plain text there.
+        after = self._encode(self._before_observation.lstrip())[:1]
+        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
+        self._end_id = after[0] if special.intersection(after) else None
         ends = [self._end_id, tokenizer.eos_token_id]
         self.end_ids = list(dict.fromkeys(i for i in ends if i is not None))
         if not self.end_ids:
@@ -82,7 +85,7 @@ class Chat:
         return OPEN_THINK.sub("", text) + "<think>"
 
     def _first_turn(self, user) -> tuple[str, str, str]:
-        """Text before the instruction, between it and the observation, and after."""
+        """Text before the instruction, between it and the observation, and after that."""
         try:
             text = self._render([{"role": "system", "content": SYSTEM}, user])
         except TemplateError:  # how templates say that they have no system role
@@ -91,12 +94,6 @@ class Chat:
             text = self._render([user]).replace(user["content"], f"{SYSTEM}\n\n{user['content']}")
         before, rest = _split_at(text, SYSTEM)
         return before, *_split_at(rest, user["content"])
-
-    def _end_of_turn(self) -> int | None:
-        """The special token that the template puts after a reply, None when it puts plain text there."""
-        ids = self._encode(self._before_observation.lstrip())
-        special = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-        return ids[0] if ids and ids[0] in special | set(self.tokenizer.all_special_ids) else None
 
 
 def _split_at(text: str, marker: str) -> tuple[str, str]:
@@ -134,10 +131,8 @@ def parse_reply(text: str, placeholders: frozenset[str] = frozenset()) -> Reply:
 
 
 def find_placeholders(instruction: str) -> frozenset[str]:
-    """What stands for a reply's parts where an instruction shows the format: any reasoning, an answer "your ...", and "...".
-
-    Another answer there is an example, and may be the right one: "Up || Left".
-    """
+    """What an instruction that shows the format has there instead of a reply: any reasoning, an answer "your ...", and "...".
+    Another answer is an example, and may be the right one: "Up || Left"."""
     shown = re.findall(r"<(think|answer)>(.*?)</\1>", instruction, re.DOTALL)
     texts = [_fold(text) for tag, text in shown if tag == "think" or _fold(text).startswith("your ")]
     return frozenset(["...", *filter(None, texts)])

@@ -116,12 +116,12 @@ class Sampling:
 def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progress=None) -> list[Episode]:
     """Play one episode in each environment, and return them in the same order.
 
-    envs, seeds, groups: one each an episode; an environment is reset here with its seed. Episodes of a group with the
-    same seed must get the same prompt (ValueError if not). progress: called with a line of text before each turn.
-    Takes one of torch's global random numbers. Under torchrun each process plays some of the groups, and all return all episodes
-    (nanoragen/run/distributed.py). A reward that is no finite number is a ValueError naming environment and seed,
-    and with `contain_faults` this and whatever else an environment raises ends its episode alone (it may have no ids).
-    Logits that are NaN are a FloatingPointError naming the turn. Score the ids in the precision (autocast) of this call.
+    envs, seeds, groups: one each an episode; an environment is reset here with its seed. Episodes of a group with the same seed
+    must get the same prompt (ValueError if not). progress: called with a line of text before each turn. Takes one of torch's
+    global random numbers. Under torchrun each process plays some of the groups, and all return all episodes. A reward that is
+    no finite number is a ValueError naming environment and seed; with `contain_faults` this and whatever else an environment
+    raises ends its episode alone (it may have no ids). Logits that are NaN are a FloatingPointError naming the turn.
+    Score the ids in the precision (autocast) of this call.
     """
     if not len(envs) == len(seeds) == len(groups):
         raise ValueError(f"envs, seeds, groups: lengths {len(envs)}, {len(seeds)}, {len(groups)}; valid: all equal")
@@ -132,14 +132,12 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
         seen[group] += 1
         if group in local:
             rng = np.random.default_rng([run, group, seen[group]])
-            runners[place] = EpisodeRunner(env, env_name, seed, group, sampling, chat=chat, rng=rng, max_context=max_context)
-            runners[place].check_prompt(prompts)
+            runners[place] = EpisodeRunner(env, env_name, seed, group, sampling, chat, rng, max_context, prompts)
     with sampling_mode(model):
         for batch in _batches(runners.values(), sampling.rollout_batch or len(runners)):
             _play(batch, model, chat, sampling, progress)
-    played = {}
-    for part in distributed.gather({place: runner.episode for place, runner in runners.items()}):
-        played |= part
+    parts = distributed.gather({place: runner.episode for place, runner in runners.items()})
+    played = {place: episode for part in parts for place, episode in part.items()}
     return [played[place] for place in range(len(envs))]
 
 
@@ -157,7 +155,7 @@ def _batches(runners, size: int) -> list[list]:
 
 
 def _play(runners, model, chat, sampling, progress):
-    """Play these episodes to their ends, all in step."""
+    """Play these episodes to their ends, turn by turn together."""
     runners = [r for r in runners if not r.over]
     keep_cache = sampling.keep_cache and not why_plain(model)
     generator = (CachedGenerator if keep_cache else UncachedGenerator)(model, chat, sampling, [r.episode.ids for r in runners])
@@ -181,10 +179,11 @@ class EpisodeRunner:
     for each action left unused, so that doing nothing is not the cheapest way to fail), out of context (perhaps with no
     turn at all), or by the environment. Without a chat (a policy that is no model, nanoragen/evaluate.py) there are no ids.
 
-    rng: draws the ids. observation: what is shown next. state: the environment's own text, without any remark of ours.
+    rng: draws the ids. prompts: filled with the first messages of each (group, seed), which must be the same in all its episodes.
+    observation: what is shown next. state: the environment's own text, without any remark of ours.
     """
 
-    def __init__(self, env, env_name, seed, group, sampling, *, chat=None, rng=None, max_context=math.inf):
+    def __init__(self, env, env_name, seed, group, sampling, chat=None, rng=None, max_context=math.inf, prompts=None):
         self.env, self.sampling, self.chat, self.rng, self.max_context = env, sampling, chat, rng, max_context
         self.name = f"{env_name} (seed {seed})"
         self.max_turns = sampling.max_turns or env.max_turns
@@ -195,19 +194,21 @@ class EpisodeRunner:
             self.placeholders = find_placeholders(env.instruction)
             self.state, info = env.reset(seed=seed)
             self._check_text()
-            if chat:
-                self._append_context(chat.prompt(env.instruction, self.state))
             self.episode.observation = self.observation = self.state
             self.episode.success = bool(info.get("success", False))
+            if chat:
+                self._append_context(chat.prompt(env.instruction, self.state))
+                if prompts.setdefault((group, seed), self.episode.messages) != self.episode.messages:
+                    raise ValueError(f"env: {self.name} gave two different first observations; valid: reset(seed) alone decides")
 
     @property
     def over(self) -> bool:
         return self.episode.terminated or bool(self.episode.truncated)
 
     def step(self, reply_ids: list[int], values: list[tuple[float, float]]) -> list[int]:
-        """Record a sampled reply and act on it. Returns the ids that carry the next observation; [] if the episode is over.
+        """Record a sampled reply with the (log-prob, entropy) of each id, and act on it.
 
-        values: (log-prob, entropy) of each id.
+        Returns the ids that carry the next observation; [] if the episode is over.
         """
         episode, start = self.episode, len(self.episode.ids)
         self._append(reply_ids, sampled=True)
@@ -225,10 +226,7 @@ class EpisodeRunner:
         return []
 
     def act(self, turn: Turn, actions: Iterable[str]):
-        """Execute the actions of a turn, up to the limit or the end of the episode, and add the turn with its reward.
-
-        Each action is asked for only when those before it were executed.
-        """
+        """Execute the actions, each asked for when those before it were executed, and add the turn with its reward to the episode."""
         episode = self.episode
         episode.turns.append(turn)
         if turn.parsed:
@@ -263,20 +261,13 @@ class EpisodeRunner:
         self.episode.mask += [int(sampled)] * len(ids)
 
     def _append_context(self, ids: list[int]) -> list[int]:
-        """Append and return ids that a reply is to follow; the episode ends instead where no whole reply has room."""
+        """Append and return the ids of an observation; where no whole reply has room after them the episode ends instead."""
         if len(self.episode.ids) + len(ids) + self.sampling.max_tokens > self.max_context:
             self.episode.truncated = "context"
-            # a first prompt is kept, as far as the model has positions for it: no later forward pass may fail on it
+            # of a first prompt there stays what fits: no later forward pass may fail on it
             ids = [] if self.episode.ids else ids[: int(self.max_context)]
         self._append(ids, sampled=False)
         return ids
-
-    def check_prompt(self, prompts: dict):
-        """ValueError where another episode of this group and seed has another prompt. prompts: those seen so far, filled here."""
-        episode = self.episode
-        if not episode.error and prompts.setdefault((episode.group, episode.seed), episode.messages) != episode.messages:
-            with self._faults():
-                raise ValueError(f"env: {self.name} gave two different first observations; valid: reset(seed) alone decides")
 
     def _check_text(self):
         if not isinstance(self.state, str):

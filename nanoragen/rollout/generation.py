@@ -3,8 +3,8 @@
 `UncachedGenerator` is the reference implementation: it encodes every context anew each turn. `CachedGenerator` samples the same
 tokens. It gives `generate` the same ids and masks, and with them the keys and values of all but the last columns:
 
-- A prompt that several episodes share is encoded once, and keys and values are kept from turn to turn, so that a turn costs its
-  new tokens only. Between two turns the rows of the cache are aligned anew, without the columns that were padding.
+- A prompt that several episodes share is encoded once. Keys and values are kept from turn to turn, so that a turn costs its new
+  tokens only. Between two turns the rows are aligned anew, without the columns that were padding.
 - Every layer keeps every column, also one with a sliding window: masks count columns and rows have no holes, so a window sees the
   same tokens as in the reference.
 - Finished rows are evicted during a turn: once enough replies have ended, `generate` is left and called again for the others, so
@@ -18,7 +18,11 @@ import math
 from contextlib import contextmanager
 
 import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
+from nanoragen.policy.prefix_cache import cache_name
+from nanoragen.rollout.kv_cache import PreallocatedLayer, gather_columns
 from nanoragen.rollout.sampler import Sampler
 
 # Rows are evicted once at least this fraction of them, and this many, have finished, with this many columns still to come.
@@ -48,8 +52,6 @@ class UncachedGenerator:
 
     def _generate(self, turn, uniforms, ids, mask, **more) -> tuple[torch.Tensor, list, list]:
         """`generate` with the temperature alone. Returns the ids [B, C + new], padded on the right, and (replies, values) in them."""
-        from transformers import GenerationConfig
-
         config = GenerationConfig(
             do_sample=False,  # Sampler has drawn before `generate` chooses
             max_new_tokens=len(uniforms[0]), eos_token_id=self.chat.end_ids, pad_token_id=self.pad_id, use_cache=True,
@@ -81,10 +83,6 @@ class CachedGenerator(UncachedGenerator):
         super().__init__(model, chat, sampling, contexts)
         if not contexts:
             return
-        from transformers.cache_utils import DynamicCache, DynamicLayer
-
-        from nanoragen.policy.prefix_cache import cache_name  # imports transformers
-
         prompts = list(dict.fromkeys(tuple(c) for c in contexts))
         number = {p: i for i, p in enumerate(prompts)}
         ids, mask = self._pad_left(prompts)
@@ -133,8 +131,6 @@ class CachedGenerator(UncachedGenerator):
 
     def _align(self, C: int):
         """Make row i that of context i, padded on the left to C columns, with memory for a reply; what is not cached in all rows goes."""
-        from nanoragen.rollout.kv_cache import PreallocatedLayer, gather_columns  # imports transformers
-
         device, start = self.model.device, [C - len(c) for c in self.contexts]
         rows = torch.tensor(self.row, device=device)
         shift = torch.tensor([old - new for old, new in zip(self.start, start)], device=device)
@@ -171,9 +167,8 @@ class _EnoughFinished:
     def __call__(self, input_ids, scores, **_) -> torch.Tensor:
         """[B] bool: the rows that stop. `generate` ends when all do."""
         self.finished = torch.isin(input_ids[:, -1], self.end_ids) | self.finished
-        if self.last - input_ids.shape[1] < COMPACT_COLUMNS:
-            return self.finished
-        return self.finished | (self.finished.sum() >= max(COMPACT_ROWS, COMPACT_FRACTION * len(input_ids)))
+        enough = self.finished.sum() >= max(COMPACT_ROWS, COMPACT_FRACTION * len(input_ids))
+        return self.finished | enough if self.last - input_ids.shape[1] >= COMPACT_COLUMNS else self.finished
 
 
 def positions(model) -> float:
@@ -202,8 +197,6 @@ def why_plain(model) -> str:
 @contextmanager
 def sampling_mode(model):
     """No gradients, no dropout, and a blank generation config: `generate` fills unset options from the model's own."""
-    from transformers import GenerationConfig
-
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     model.eval()  # also what keeps gradient checkpointing from switching the cache off
