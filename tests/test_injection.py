@@ -20,7 +20,7 @@ import train
 from nanoragen.collapse import estimator
 from nanoragen.policy import loading
 from nanoragen.rollout import episodes as rollout
-from nanoragen.rollout import generation
+from nanoragen.rollout.generation import UncachedGenerator
 from nanoragen.run import checkpoint, metrics
 
 FILE_DAMAGES = 96  # truncations and flipped bits, over all files of a checkpoint
@@ -273,7 +273,7 @@ def test_a_reward_that_is_not_finite_names_environment_and_seed(reward, argument
     from nanoragen.envs.bandit import Bandit
 
     monkeypatch.setattr(
-        rollout, "parse_reply", lambda text: type("Reply", (), {"reasoning": "", "actions": ["left"], "parsed": True})
+        rollout, "parse_reply", lambda *_: type("Reply", (), {"reasoning": "", "actions": ["left"], "parsed": True})
     )
     monkeypatch.setattr(Bandit, "step", lambda self, action: ("text", reward, True, False, {"success": False}))
     said = failure(capsys, *arguments, "--out", str(tmp_path / "run"))
@@ -328,7 +328,7 @@ def exhausted(kind):
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "python"])
 @pytest.mark.parametrize(
     "module, name, phase, advice",
-    [(generation, "_generate", "turn 1", "--rollout_batch (now 0"), (estimator, "measure", "diagnosis", "--mi_every 0"),
+    [(UncachedGenerator, "_generate", "turn 1", "--rollout_batch (now 0"), (estimator, "measure", "diagnosis", "--mi_every 0"),
      (train, "score_all", "score", "--micro_batch (now 32)"), (train, "policy_loss", "update 1/2", "--micro_batch (now 32)")],
 )  # fmt: skip
 def test_out_of_memory_is_one_line(kind, module, name, phase, advice, arguments, tmp_path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ observation becomes that token: they come from the environment and are trusted. 
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import partial
 
 from jinja2 import TemplateError
 
@@ -148,12 +149,8 @@ def reasoning_span(reply_ids: list[int], tokenizer) -> int:
 
     The tag may be several tokens, and its "<" may share one with the text before it; that token is not reasoning.
     """
-    tag = "</think>"
-
-    def has_tag(ids):
-        return tag in tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    if not has_tag(reply_ids):
+    tag, decode = "</think>", partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if tag not in decode(reply_ids):
         return -1
-    end = bisect_left(range(len(reply_ids)), True, key=lambda n: has_tag(reply_ids[:n]))  # the shortest prefix that holds the tag
-    return next(start for start in reversed(range(end)) if has_tag(reply_ids[start:end]))
+    end = bisect_left(range(len(reply_ids)), True, key=lambda n: tag in decode(reply_ids[:n]))  # the shortest prefix that holds it
+    return next(start for start in reversed(range(end)) if tag in decode(reply_ids[start:end]))
