@@ -40,7 +40,7 @@ class Chat:
         talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS)]
         # A later turn, from a conversation without a system message: some templates move that to the last turn.
         later_turn = _split_at(self._render(talk), TURNS[3])[1]
-        self._before_observation, self._before_reply = _split_at(later_turn, TURNS[4])  # end of turn + header; end of turn + header
+        self._before_observation, self._before_reply = _split_at(later_turn, TURNS[4])  # each: end of turn and header
         # A first turn may differ: begin of text, a default system message.
         self._before_instruction, self._before_first_observation, self._before_first_reply = self._first_turn(talk[0])
         # What ends a turn: the special token that the template puts after a reply, None when it puts plain text there.
@@ -92,7 +92,7 @@ class Chat:
         except TemplateError:  # how templates say that they have no system role
             text = ""
         if SYSTEM not in text:  # the instruction goes in front of the observation
-            text = self._render([user]).replace(user["content"], f"{SYSTEM}\n\n{user['content']}")
+            text = self._render([user]).replace(user["content"], f"{SYSTEM}\n\n{user['content']}", 1)
         before, rest = _split_at(text, SYSTEM)
         return before, *_split_at(rest, user["content"])
 
