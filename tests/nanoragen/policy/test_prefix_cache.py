@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import byte_tokenizer, tiny_model
-from test_shared_prefix import FALLS_BACK, MODELS
+from test_matrix import FALLS_BACK, MODELS
 
 import train
 from nanoragen.learning.critic import Critic
