@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import FALLS_BACK, MODELS
 from helpers import byte_tokenizer, tiny_model
-from test_matrix import FALLS_BACK, MODELS
 
 import train
 from nanoragen.learning.critic import Critic

@@ -336,7 +336,4 @@ def test_ticks_are_round_few_and_enclose(low, high):
 def test_bad_settings_are_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         reproduce.main(["--jobs", "-1", "--quick"])
-    assert (
-        stopped.value.code == 2
-        and capsys.readouterr().err.strip() == "nanoragen.reproduce: error: jobs: -1; valid: 0 or more"
-    )
+    assert stopped.value.code == 2 and capsys.readouterr().err.strip() == "nanoragen.reproduce: error: jobs: -1; valid: 0 or more"
