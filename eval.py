@@ -11,9 +11,9 @@ Prints success with its 95% interval, return, turns, parse rate and the collapse
 to a file of JSON lines (the format of a run's rollouts.jsonl).
 """
 
+import math
 import re
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,33 +23,15 @@ if __name__ == "__main__":
     stops.leave_on_signals()  # no traceback: nothing is lost
 
 from nanoragen.run import cli
-from nanoragen.run.settings import check_context, env_options
-
-
-def flag(default, help):
-    return field(default=default, metadata={"help": help})
+from nanoragen.run.settings import PlaySettings, check_context, check_ranges, env_options, file_name, locate, section
 
 
 @dataclass
-class Config:
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)")
-    env_options: str = flag("", "its options, as in boxes=2,height=7")
-    data: str = flag("", "file or folder that it takes its instances from (envs/README.md)")
-    allow_code_execution: bool = flag(False, "let --env code run what the model writes, in a sandbox (envs/README.md)")
-    model: str = flag("nano", "nano (bundled), a checkpoint or other folder, a hub id, or a .gguf file")
+class Config(PlaySettings):
+    flag = section("common")
     policy: Literal["model", "random", "demonstrate"] = flag("model", "who plays: the model, or a baseline")
-    episodes: int = flag(256, "held-out instances")
-    samples: int = flag(1, "episodes of each instance; more than one gives pass@k")
-    temperature: float = flag(1.0, "sampling temperature; 0: greedy")
-    max_turns: int = flag(0, "turns of an episode; 0: the environment's own")
-    max_actions_per_turn: int = flag(0, "actions executed of one reply; 0: the environment's own")
-    max_tokens: int = flag(64, "tokens of one reply")
-    max_context: int = flag(0, "tokens of an episode; 0: the model's limit")
-    format_penalty: float = flag(-0.1, "reward of a reply that does not parse")
-    rollout_batch: int = flag(0, "episodes generated at a time; 0: all")
-    seed: int = flag(0, "of the sampling; the instances are always the same")
-    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU")
+    episodes: int = flag(256, "held-out instances", least=1, most=10**6)
+    samples: int = flag(1, "episodes of each instance; more than one gives pass@k", least=1, most=10**6)
     show: int = flag(0, "episodes to print")
     out: str = flag("", "file for the episodes, written anew; default runs/eval/<env>-<model>.jsonl")
     json: bool = flag(False, "print one JSON object as the last line")
@@ -59,25 +41,15 @@ def check(c: Config) -> Path:
     """ValueError for the first setting that cannot work, before torch is imported. Returns the file for the episodes."""
     from nanoragen.envs.base import TextEnv
     from nanoragen.envs.registry import make
-    from nanoragen.policy.loading import locate
 
+    check_ranges(c)
     env = make(c.env, **env_options(c))
-    for key in ("episodes", "samples", "max_tokens"):
-        if getattr(c, key) < 1:
-            raise ValueError(f"{key}: {getattr(c, key)} leaves nothing to do; valid: 1 or more")
-    for key in ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch", "seed", "show"):
-        if getattr(c, key) < 0:
-            raise ValueError(f"{key}: {getattr(c, key)} is negative; valid: 0 or more")
-    if c.seed >= 2**63:
-        raise ValueError(f"seed: {c.seed}; valid: below 2^63")
-    if not 0 <= c.temperature < float("inf"):
-        raise ValueError(f"temperature: {c.temperature}; valid: 0 (greedy) or more")
     if c.policy == "demonstrate" and type(env).demonstrate is TextEnv.demonstrate:
         raise ValueError(f"policy: {c.env} has no solver; valid: model, random")
     if c.policy == "model":
         locate(c.model)
     who = re.sub(r"[^\w.-]+", "-", "-".join(Path(c.model).parts[-2:])).strip("-.") if c.policy == "model" else c.policy
-    out = Path(c.out or f"runs/eval/{c.env}-{who}.jsonl")
+    out = Path(c.out or f"runs/eval/{file_name(c.env)}-{who}.jsonl")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("")
@@ -89,17 +61,18 @@ def check(c: Config) -> Path:
 def run(c: Config):
     out = check(c)
     import torch
+    from tqdm import tqdm
 
     from nanoragen.envs.base import eval_seeds
     from nanoragen.evaluate import evaluate
     from nanoragen.policy import loading
     from nanoragen.rollout.episodes import Sampling
-    from nanoragen.rollout.generation import why_plain
+    from nanoragen.rollout.generation import positions, why_plain
     from nanoragen.run import metrics
 
     torch.manual_seed(c.seed)
     model, tokenizer = loading.load(c.model, device=c.device) if c.policy == "model" else (None, None)
-    check_context(c, model)
+    check_context(c, positions(model) if model else math.inf)
     if model and (slow := why_plain(model)):
         print(slow)
     sampling = Sampling(
@@ -107,12 +80,14 @@ def run(c: Config):
         max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
         format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
     )  # fmt: skip
-    with loading.autocast(model.device if model else "cpu", c.dtype if model else "float32"):
+    with (
+        loading.autocast(model.device if model else "cpu", c.dtype if model else "float32"),
+        tqdm(total=c.episodes * c.samples, unit="episode", disable=None, leave=False) as bar,  # on a terminal only
+    ):
         found, episodes = evaluate(
             model, tokenizer, c.env, eval_seeds(c.episodes), sampling, env_options=env_options(c),
-            samples=c.samples, policy=c.policy, seed=c.seed, diagnose=True, progress=progress,
+            samples=c.samples, policy=c.policy, seed=c.seed, diagnose=True, progress=bar.set_description_str, ended=bar.update,
         )  # fmt: skip
-    progress("")
     metrics.Lines(out).write(metrics.episode_record(e) for e in episodes)
     for episode in episodes[: c.show]:
         print(readable(episode), end="\n\n")
@@ -120,13 +95,6 @@ def run(c: Config):
     print(f"{'episodes in':22}{out}")
     if c.json:
         print(metrics.dumps(found))
-
-
-def progress(text: str):
-    """One line on a terminal that is written over and over; "" clears it."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
 
 
 def readable(episode) -> str:
@@ -165,6 +133,7 @@ def table(m: dict, c: Config) -> str:
     return f"{c.env}, {m['episodes']} episodes, {who}\n" + "\n".join(f"{k:22}{v}" for k, v in rows)
 
 
+@cli.quiet_when_unread
 def main(argv=None):
     c = cli.parse(Config, argv, "eval.py", __doc__.split("\n\n")[0])
     try:

@@ -23,7 +23,7 @@ import math
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -34,130 +34,124 @@ if __name__ == "__main__":
     stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
 
 from nanoragen.run import cli, distributed
-from nanoragen.run.settings import RAGEN_FILTER, check, check_context, env_flags, env_options, lets_go, resumed, run_folder
-
-
-def flag(default, help, ragen=None):
-    return field(default=default, metadata={"help": help + (f" [RAGEN: {ragen}]" if ragen else "")})
-
+from nanoragen.run.folder import release_locks, resumed, run_folder
+from nanoragen.run.settings import MAX_REWARD, RAGEN_FILTER, PlaySettings, check, check_context, env_flags, env_options, section
 
 # All that the algorithms differ in. Every column is a setting of its own too, and one that is given wins over the table:
-# --algo grpo --aggregation token_mean. What the words mean: baseline, scale, credit: nanoragen/learning/advantages.py; aggregation:
-# token_weight, below; inf: no clipping.
+# --algo grpo --aggregation token_mean. baseline, scale, credit: nanoragen/learning/advantages.py; aggregation: token_weight, below;
+# constant_groups: whether groups whose rewards are all equal train where there is no filter; inf: no clipping.
 ALGORITHMS = {
-    #           baseline   scale   credit     aggregation                clip_low  clip_high
-    "grpo":    ("mean",    "std",  "episode", "seq_mean_token_mean",     0.2,      0.2),       # arXiv 2402.03300
-    "dr_grpo": ("mean",    "none", "episode", "seq_mean_token_sum_norm", 0.2,      0.2),       # arXiv 2503.20783
-    "dapo":    ("mean",    "std",  "episode", "token_mean",              0.2,      0.28),      # arXiv 2503.14476
-    "rloo":    ("others",  "none", "episode", "seq_mean_token_sum",      math.inf, math.inf),  # arXiv 2402.14740
-    "ppo":     ("critic",  "batch", "turn",   "token_mean",              0.2,      0.28),      # arXiv 1707.06347
+    #           baseline   scale    credit     aggregation                constant  clip_low  clip_high
+    "grpo":    ("mean",    "std",   "episode", "seq_mean_token_mean",     "keep",   0.2,      0.2),       # arXiv 2402.03300
+    "dr_grpo": ("mean",    "none",  "episode", "seq_mean_token_sum_norm", "keep",   0.2,      0.2),       # arXiv 2503.20783
+    "dapo":    ("mean",    "std",   "episode", "token_mean",              "drop",   0.2,      0.28),      # arXiv 2503.14476
+    "rloo":    ("others",  "none",  "episode", "seq_mean_token_sum",      "keep",   math.inf, math.inf),  # arXiv 2402.14740
+    "ppo":     ("critic",  "batch", "turn",    "token_mean",              "keep",   0.2,      0.28),      # arXiv 1707.06347
 }  # fmt: skip
-COLUMNS = ("baseline", "scale", "credit", "aggregation", "clip_low", "clip_high")
+COLUMNS = ("baseline", "scale", "credit", "aggregation", "constant_groups", "clip_low", "clip_high")
 
 
 @dataclass
-class Config:
-    # what to train
-    env: str = flag(
-        "sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "es_manager.train.env_configs.tags"
-    )
-    env_options: str = flag("", "its options, as in boxes=2,height=7", "custom_envs.<tag>.env_config")
-    data: str = flag("", "file or folder that it takes its instances from (envs/README.md)")
-    allow_code_execution: bool = flag(False, "let --env code run what the model writes, in a sandbox (envs/README.md)")
-    model: str = flag("nano", "nano (bundled), hub id, folder, or .gguf file", "model_path")
+class Config(PlaySettings):
+    """The settings of a run, in the groups of --help. Number ranges: nanoragen/run/settings.py, section."""
+
+    flag = section("common")
     algo: Literal["grpo", "dr_grpo", "dapo", "rloo", "ppo"] = flag(
         "grpo", "sets what is `auto` (or 0) of: " + ", ".join(COLUMNS), "algorithm.adv_estimator"
     )
+    steps: int = flag(24, "training steps", "trainer.total_training_steps", least=1)
+    groups: int = flag(16, "prompts in a step (G)", "es_manager.train.env_groups", least=1, most=10**6)
+    group_size: int = flag(8, "episodes of each prompt (K)", "es_manager.train.group_size", least=1, most=10**6)
+    lr: float = flag(6e-4, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr", above=0, most=100)
+    filter: Literal["none", "ragen", "top_p", "top_k", "top_k_abs", "min_p"] = flag(
+        "top_p", "which groups train; ragen: as RAGEN's guide recommends", "rollout_filter_strategy"
+    )
+    out: str = flag("", "run folder; default runs/<env>-<algo>-<seed>, numbered when taken", "trainer.default_local_dir")
+    resume: str = flag("", "run folder to go on with: its settings, its newest whole checkpoint", "trainer.resume_from_path")
+
+    temperature: float = section("sampling")(
+        1.0, "of sampling, and of training", "actor_rollout_ref.rollout.temperature", least=1e-3, most=1e6,
+        valid="0.001 to 1e6 (sampling and training share one temperature)",
+    )  # fmt: skip
+
+    flag = section("advantages")
     baseline: Literal["auto", "mean", "others", "quantile", "critic"] = flag("auto", "what an advantage is relative to")
     scale: Literal["auto", "std", "batch", "per_reward", "none"] = flag(
         "auto", "what it is divided by: in the group, over all tokens, each reward by itself (GDPO)", "norm_adv_by_std_in_grpo"
     )
     credit: Literal["auto", "episode", "turn"] = flag("auto", "the return of the episode, or from each turn on", "use_turn_scores")
-    aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = flag(
-        "auto", "how tokens add up to a loss", "actor_rollout_ref.actor.loss_agg_mode"
-    )
-    loss_length: int = flag(0, "what seq_mean_token_sum_norm divides by; 0: the tokens of all turns", "loss_scale_factor")
-    quantile: float = flag(0.4, "of --baseline quantile (QAE)")
+    quantile: float = flag(0.4, "of --baseline quantile (QAE)", most=1)
     soft_reweight: bool = flag(False, "groups count by their reward std, the widest fully", "algorithm.soft_advantage_reweight")
-    # critic
-    gamma: float = flag(1.0, "discount from token to token (GAE)", "algorithm.gamma")
-    lam: float = flag(1.0, "lambda from token to token", "algorithm.lam")
+    reward_noise: float = flag(0.0, "std of noise added to an episode's reward before advantages and filter", most=MAX_REWARD)
+
+    flag = section("critic (--algo ppo)")
+    gamma: float = flag(1.0, "discount from token to token (GAE)", "algorithm.gamma", most=1)
+    lam: float = flag(1.0, "lambda from token to token", "algorithm.lam", most=1)
     bi_level: bool = flag(False, "GAE over turns, then over the tokens of each", "algorithm.bi_level_gae")
-    turn_gamma: float = flag(1.0, "discount from turn to turn (--bi_level)", "algorithm.high_level_gamma")
-    turn_lam: float = flag(1.0, "lambda from turn to turn (--bi_level)")
-    critic_lr: float = flag(1e-3, "peak learning rate of the critic", "critic.optim.lr")
-    value_clip: float = flag(0.0, "values move at most so far in a step; 0: not clipped", "critic.cliprange_value")
-    # rollouts
-    steps: int = flag(24, "training steps", "trainer.total_training_steps")
-    groups: int = flag(16, "prompts in a step (G)", "es_manager.train.env_groups")
-    group_size: int = flag(8, "episodes of each prompt (K)", "es_manager.train.group_size")
-    max_turns: int = flag(0, "turns of an episode; 0: the environment's own", "agent_proxy.max_turn")
-    max_actions_per_turn: int = flag(
-        0, "actions executed of one reply; 0: the environment's own", "agent_proxy.max_actions_per_turn"
-    )
-    max_tokens: int = flag(64, "tokens of one reply", "actor_rollout_ref.rollout.response_length")
-    max_context: int = flag(0, "tokens of an episode; 0: the model's limit", "actor_rollout_ref.rollout.max_model_len")
-    temperature: float = flag(1.0, "sampling temperature; also the one that is trained at", "actor_rollout_ref.rollout.temperature")
-    format_penalty: float = flag(-0.1, "reward of a reply that does not parse", "es_manager.format_penalty")
-    rollout_batch: int = flag(0, "episodes generated at a time; 0: all", "")
-    env_timeout: float = flag(60.0, "seconds an environment may take over one reply; 0: no limit")
-    max_faults: float = flag(0.1, "share of a step's episodes that may be lost to errors of the environment")
-    # update
-    lr: float = flag(6e-4, "peak learning rate of AdamW", "actor_rollout_ref.actor.optim.lr")
-    lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
-    lr_warmup: int = flag(8, "updates over which the learning rate rises")
-    weight_decay: float = flag(0.0, "of AdamW")
-    max_grad_norm: float = flag(1.0, "gradient clipping", "actor_rollout_ref.actor.grad_clip")
-    epochs: int = flag(1, "passes over a step's episodes", "actor_rollout_ref.actor.ppo_epochs")
-    minibatches: int = flag(4, "updates in a pass", "actor_rollout_ref.actor.ppo_mini_batch_size")
-    micro_batch: int = flag(32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu")
-    micro_tokens: int = flag(4096, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
-    gradient_checkpointing: bool = flag(
-        False, "layers run twice, and keep less for the backward pass", "actor_rollout_ref.model.enable_gradient_checkpointing"
-    )
-    lora: int = flag(0, "rank of adapters that train in place of the weights; 0: none (needs peft)", "lora.rank")
-    lora_alpha: float = flag(0.0, "their scale is lora_alpha / lora; 0: twice the rank", "lora.alpha")
-    clip_low: float = flag(
-        0.0, "the ratio is clipped below 1 - clip_low; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_low"
-    )
-    clip_high: float = flag(
-        0.0, "and above 1 + clip_high; 0: as --algo has it; inf: not", "actor_rollout_ref.actor.clip_ratio_high"
-    )
-    beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor_rollout_ref.actor.kl_loss_coef")
-    kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor_rollout_ref.actor.kl_loss_type")
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor_rollout_ref.actor.entropy_coeff")
-    reward_noise: float = flag(0.0, "std of noise added to an episode's reward before advantages and filter, to see what it breaks")
-    # SNR filter
-    filter: Literal["none", "ragen", "top_p", "top_k", "top_k_abs", "min_p"] = flag(
-        "top_p", "which groups train; ragen: as in the paper's runs", "rollout_filter_strategy"
-    )
+    turn_gamma: float = flag(1.0, "discount from turn to turn (--bi_level)", "algorithm.high_level_gamma", most=1)
+    turn_lam: float = flag(1.0, "lambda from turn to turn (--bi_level)", most=1)
+    critic_lr: float = flag(1e-3, "peak learning rate of the critic", "critic.optim.lr", above=0, most=100)
+    value_clip: float = flag(0.0, "values move at most so far in a step; 0: not clipped", "critic.cliprange_value", most=MAX_REWARD)
+
+    flag = section("SNR filter")
     filter_value: float = flag(0.9, "share (top_p, top_k, min_p) or number (top_k_abs) of groups", "rollout_filter_value")
     filter_mode: Literal["linear", "softmax"] = flag("linear", "mass of a group under top_p", "rollout_filter_top_p_prob_mode")
     filter_metric: Literal["reward_std", "reward_variance", "success_std"] = flag(
         "reward_std", "score of a group", "rollout_filter_metric"
     )
     filter_include_zero: bool = flag(False, "keep groups without any variance too", "rollout_filter_include_zero")
-    filter_eps: float = flag(0.0, "top_p: mass that may be missing", "rollout_filter_selection_eps")
+    filter_eps: float = flag(0.0, "top_p: mass that may be missing", "rollout_filter_selection_eps", most=1)
     filter_loss_scale: Literal["none", "linear", "sqrt"] = flag(
         "none", "multiply the loss by the kept share", "filter_loss_scaling"
     )
-    # what is measured, and where it goes
-    mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
-    grad_every: int = flag(
-        0, "steps between measurements of the gradients by reward variance; 0: never", "trainer.gradient_analysis_every"
+    constant_groups: Literal["auto", "keep", "drop"] = flag("auto", "groups whose rewards are all equal, under --filter none")
+
+    flag = section("loss")
+    aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = flag(
+        "auto", "how tokens add up to a loss", "actor_rollout_ref.actor.loss_agg_mode"
     )
+    loss_length: int = flag(0, "what seq_mean_token_sum_norm divides by; 0: the tokens of all turns", "loss_scale_factor")
+    clip_low: float = flag(
+        0.0, "ratio clipped below 1 - clip_low; 0: as --algo has it; inf: not", "actor.clip_ratio_low", above=0, most=math.inf
+    )
+    clip_high: float = flag(
+        0.0, "and above 1 + clip_high; 0: as --algo has it; inf: not", "actor.clip_ratio_high", above=0, most=math.inf
+    )
+    beta: float = flag(0.0, "weight of the KL to the starting model; 0: no reference model", "actor.kl_loss_coef", most=1e6)
+    kl: Literal["k1", "k2", "k3"] = flag("k3", "its estimator (Schulman 2020)", "actor.kl_loss_type")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", "actor.entropy_coeff", least=-1e6, most=1e6)
+
+    flag = section("update")
+    epochs: int = flag(1, "passes over a step's episodes", "actor.ppo_epochs", least=1, most=10**6)
+    minibatches: int = flag(4, "updates in a pass", "actor.ppo_mini_batch_size", least=1, most=10**6)
+    micro_batch: int = flag(
+        32, "episodes in one forward pass; changes memory, never the result", "micro_batch_size_per_gpu", least=1
+    )
+    micro_tokens: int = flag(4096, "and at most so many tokens in it, padding counted; 0: no limit", "ppo_max_token_len_per_gpu")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "learning rate after the warm-up")
+    lr_warmup: int = flag(8, "updates over which the learning rate rises")
+    weight_decay: float = flag(0.0, "of AdamW", most=1e4)
+    max_grad_norm: float = flag(1.0, "gradient clipping", "actor.grad_clip", above=0)
+    gradient_checkpointing: bool = flag(False, "layers run twice, and keep less for the backward pass")
+    lora: int = flag(0, "rank of adapters that train in place of the weights; 0: none (needs peft)", "lora.rank", most=10**5)
+    lora_alpha: float = flag(0.0, "their scale is lora_alpha / lora; 0: twice the rank", "lora.alpha", most=1e6)
+
+    flag = section("measurements")
+    mi_every: int = flag(1, "steps between collapse measurements; 0: never", "collapse_detection.compute_freq")
+    grad_every: int = flag(0, "steps between measurements of gradients by reward variance; 0: never", "gradient_analysis_every")
     eval_every: int = flag(8, "steps between evaluations on held-out seeds; 0: only before and after", "trainer.test_freq")
-    eval_episodes: int = flag(0, "episodes of such an evaluation; 0: as many as a step has", "es_manager.val.env_groups")
-    final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has")
-    save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
-    keep: int = flag(2, "checkpoints kept")
+    eval_episodes: int = flag(
+        0, "episodes of such an evaluation; 0: as many as a step has", "es_manager.val.env_groups", most=10**6
+    )
+    final_episodes: int = flag(0, "episodes of the evaluations before and after; 0: twice as many as a step has", most=10**6)
     early_stop: str = flag("variance,filtered,success", "which early stops are on (nanoragen/run/stops.py); none: no")
-    resume: str = flag("", "run folder to go on with: its settings, its newest whole checkpoint", "trainer.resume_from_path")
-    seed: int = flag(0, "of everything random", "seed")
-    device: str = flag("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "compute type; auto: bfloat16 autocast on CUDA, float32 on a CPU")
-    out: str = flag("", "run folder; default runs/<env>-<algo>-<seed>, numbered when taken", "trainer.default_local_dir")
     log: str = flag("", "also log to: wandb, tensorboard, trackio", "trainer.logger")
+
+    flag = section("checkpoints and faults")
+    save_every: int = flag(8, "steps between checkpoints; the last step is always saved; 0: only that", "trainer.save_freq")
+    env_timeout: float = flag(60.0, "seconds an environment may take over one reply; 0: no limit", most=1e6)
+    keep: int = flag(2, "checkpoints kept", least=1)
+    max_faults: float = flag(0.1, "share of a step's episodes that may be lost to errors of the environment", most=1)
 
     def __post_init__(self):
         for key, value in zip(COLUMNS, ALGORITHMS[self.algo]):
@@ -539,7 +533,7 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
     return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
 
 
-@lets_go()
+@release_locks()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     c, saved = cli.parse(Config, argv, "train.py", __doc__.split("\n\n")[0]), None
@@ -551,11 +545,12 @@ def main(argv=None):
         out = out if saved else distributed.on_first(partial(run_folder, c))  # before torch is imported: a bad folder shows at once
         from nanoragen.policy import loading
         from nanoragen.rollout.chat import Chat
+        from nanoragen.rollout.generation import positions
         from nanoragen.run.faults import TooManyFaults
 
         model, tokenizer = loading.load_policy(c, saved, device)
         Chat(tokenizer)  # a model without a chat template cannot play
-        check_context(c, model)
+        check_context(c, positions(model))
     except ValueError as e:
         cli.fail("train.py", e)
     except (RuntimeError, MemoryError) as e:

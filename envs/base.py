@@ -21,12 +21,13 @@ from collections.abc import Iterator
 import gymnasium
 import numpy as np
 
+from nanoragen.envs.limits import MAX_REWARD
+
 # Evaluation, training and warm-up draw from ranges that do not meet, so no room of an evaluation was trained on.
 EVAL_SEEDS = range(0, 1_000_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 WARMUP_SEEDS = range(1_000_000_000, 2_000_000_000)
 
-MAX_REWARD = 1e15  # the square of what is larger has no room in the float32 of group statistics
 
 CHARSET = "".join(c for c in string.printable if c not in "\r\x0b\x0c") + "√"
 

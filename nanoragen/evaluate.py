@@ -19,7 +19,7 @@ COLLAPSE_PROMPTS = 64  # the cross matrix grows with their square
 
 def evaluate(
     model, tokenizer, env_name, seeds, sampling, *,
-    env_options=None, samples=1, policy="model", seed=0, diagnose=False, progress=None,
+    env_options=None, samples=1, policy="model", seed=0, diagnose=False, progress=None, ended=None,
 ):  # fmt: skip
     """Returns (metrics, episodes); episodes of one seed stand together.
 
@@ -28,13 +28,13 @@ def evaluate(
     metrics of the first turns and of all turns (none where there is no reasoning).
 
     policy: "model" (draws from torch's global random numbers, the caller seeds them), "random" or "demonstrate" (model and
-    tokenizer may be None; `seed` seeds the random one).
+    tokenizer may be None; `seed` seeds the random one). progress, ended: as in `rollout`.
     """
     groups = [g for g in range(len(seeds)) for _ in range(samples)]
     each = [seeds[g] for g in groups]
     if policy == "model":
         envs = [make(env_name, **(env_options or {})) for _ in each]
-        episodes = rollout(model, tokenizer, envs, each, groups, sampling, env_name=env_name, progress=progress)
+        episodes = rollout(model, tokenizer, envs, each, groups, sampling, env_name=env_name, progress=progress, ended=ended)
     else:
         env, rng = make(env_name, **(env_options or {})), np.random.default_rng(seed)
         episodes = [play_without_model(env, env_name, s, g, sampling, policy, rng) for s, g in zip(each, groups)]

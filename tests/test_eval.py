@@ -223,5 +223,5 @@ def test_a_broken_model_is_one_line(capsys, tmp_path, folder):
 
 
 def test_a_seed_that_torch_cannot_take_is_refused():
-    with pytest.raises(ValueError, match="^seed: 9223372036854775808; valid: below 2.63"):
+    with pytest.raises(ValueError, match="^seed: 9223372036854775808; valid: 0 or more, below 2.63"):
         program.check(program.Config(seed=2**63))

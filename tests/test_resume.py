@@ -10,7 +10,7 @@ from helpers import moments, timeless
 from safetensors.torch import load_file
 
 import train
-from nanoragen.run import checkpoint, metrics, settings
+from nanoragen.run import checkpoint, folder, metrics
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
          "--final_episodes", "4", "--keep", "9", "--eval_every", "2"]  # fmt: skip
@@ -137,27 +137,27 @@ def test_settings_come_back_as_they_were(text, tmp_path):
     metrics.Log(tmp_path, asdict(replace(c, data=text)))
     (tmp_path / "step_000007").mkdir()
     (tmp_path / "step_000007/complete.json").write_text("{}")
-    with settings.lets_go():
-        assert settings.resumed(train.Config(resume=str(tmp_path)), [])[0].data == text
+    with folder.release_locks():
+        assert folder.resumed(train.Config(resume=str(tmp_path)), [])[0].data == text
 
 
 def test_two_runs_never_share_a_folder(tmp_path, monkeypatch, capsys):
     """The second starts before the first has logged anything. A start that failed leaves its folder free."""
     monkeypatch.chdir(tmp_path)
     default, named = train.Config(env="bandit"), train.Config(env="bandit", out="run")
-    with settings.lets_go():
-        assert settings.run_folder(default) != settings.run_folder(default)
-        settings.run_folder(named)
+    with folder.release_locks():
+        assert folder.run_folder(default) != folder.run_folder(default)
+        folder.run_folder(named)
         with pytest.raises(ValueError, match="out: run already holds a run"):
-            settings.run_folder(named)
-    assert settings.run_folder(named).name == "run"
+            folder.run_folder(named)
+    assert folder.run_folder(named).name == "run"
     (tmp_path / "run/step_000001").mkdir()
     (tmp_path / "run/step_000001/complete.json").write_text("{}")
     with pytest.raises(SystemExit):
         train.main(["--resume", "run"])  # while it is held
     assert "is being written by another process" in capsys.readouterr().err
     with pytest.raises(ValueError, match="out: run already holds a run"):  # without a log, but a checkpoint
-        settings.run_folder(named)
+        folder.run_folder(named)
 
 
 def test_rates_given_at_a_resume_are_used(tmp_path, capsys):

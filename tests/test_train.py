@@ -282,25 +282,27 @@ def test_learning_rate_schedule():
 
 
 def test_a_reply_as_long_as_the_context_is_refused(tiny):
+    from nanoragen.rollout.generation import positions
     from nanoragen.run.settings import check_context
 
     model, _ = tiny  # 2048 positions
     with pytest.raises(ValueError, match="^max_tokens: 64 with --max_context 64; valid: below 64"):
         check(Config(max_context=64))
     with pytest.raises(ValueError, match="^max_tokens: 2048 with the context of nano 2048; valid"):
-        check_context(Config(max_tokens=2048), model)
+        check_context(Config(max_tokens=2048), positions(model))
     check(Config(max_context=65))
-    check_context(Config(max_tokens=2047), model)
+    check_context(Config(max_tokens=2047), positions(model))
 
 
 def test_a_reply_as_long_as_the_context_of_mpt_is_refused():
     from transformers import MptConfig
 
+    from nanoragen.rollout.generation import positions
     from nanoragen.run.settings import check_context
 
     model = SimpleNamespace(config=MptConfig(max_seq_len=64))
     with pytest.raises(ValueError, match="^max_tokens: 64 with the context of nano 64; valid"):
-        check_context(Config(), model)
+        check_context(Config(), positions(model))
 
 
 def test_slow_rollouts_are_told_of_once(tmp_path, capsys):

@@ -37,12 +37,12 @@ def group_statistics(c, episodes, rewards, ids):
     """GroupAdvantages of a step's episodes under the settings c (train.Config). rewards, ids [B]: of each episode.
 
     Under --filter_metric success_std groups are ranked by the spread of their successes, so that one in which all failed, some
-    with worse manners, does not train on manners alone. --algo dapo drops groups of equal rewards even without a filter.
+    with worse manners, does not train on manners alone. --constant_groups drop leaves out groups of equal rewards without a filter too.
     """
     scale = "std" if c.scale == "std" else "none"
     rule = {
         "filter": "top_p" if c.filter == "ragen" else c.filter, "filter_value": c.filter_value, "filter_mode": c.filter_mode,
-        "include_zero": c.filter_include_zero or (c.filter == "none" and c.algo != "dapo"), "selection_eps": c.filter_eps,
+        "include_zero": c.filter_include_zero or (c.filter == "none" and c.constant_groups == "keep"), "selection_eps": c.filter_eps,
         "num_groups": c.groups,
     }  # fmt: skip
     if c.filter_metric != "success_std":

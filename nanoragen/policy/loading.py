@@ -16,7 +16,6 @@ Left out: quantised training, a model spread over several GPUs, code from a mode
 """
 
 import copy
-import importlib.util
 import inspect
 from contextlib import nullcontext
 from functools import partial
@@ -24,40 +23,9 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from nanoragen.run.checkpoint import MARKER, damage, of_trainer
+from nanoragen.run.settings import MODELS, locate
 
-NANO = Path(__file__).resolve().parents[1] / "assets" / "nano"
-VALID = "valid: nano, a folder or .gguf file, a hub id"
 _HEAD_IS_ALL = WeakKeyDictionary()  # model -> what head_is_all found
-
-
-def locate(name: str) -> tuple[str, dict]:
-    """What `name` means: (folder or hub id, further arguments of from_pretrained). ValueError if it can be nothing.
-
-    Looks at files only, so a wrong path is refused before anything heavy is imported.
-    """
-    if not name:
-        raise ValueError(f"model: the name is empty; {VALID}")
-    path = NANO if name == "nano" else Path(name).expanduser()
-    if path.suffix.lower() == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"model: there is no file {name}; {VALID}")
-        for package in ("gguf", "accelerate"):
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"model: a .gguf file needs the package {package}; valid: pip install gguf accelerate")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        config = path / "config.json"
-        if not (
-            config.is_file() and '"model_type"' in config.read_text(errors="replace")
-        ):  # a run's folder has a config.json of its own
-            inside = sorted(p.name for p in path.glob("step_*") if (p / "config.json").is_file())
-            hint = f", but {inside[-1]} in it is" if inside else " (no config.json with a model_type)"
-            raise ValueError(f"model: {name} is not a model folder{hint}; {VALID}")
-        return str(path), {}
-    looks_like_path = name == "nano" or name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
-    if looks_like_path or name.split("/")[0] == "runs" or Path(name.split("/")[0]).is_dir():
-        raise ValueError(f"model: there is no folder {path}; {VALID}")
-    return name, {}
 
 
 def load(name="nano", *, device=None, dtype=None):
@@ -92,7 +60,7 @@ def load(name="nano", *, device=None, dtype=None):
     except Exception as e:  # no network, no such name, a cut or foreign file: as many types as libraries underneath
         reason = " ".join(str(e).split())[:200]
         at = "this folder or file" if Path(where).exists() else "no such folder here, and from the hub"
-        raise ValueError(f"model: {name} cannot be loaded ({at}: {reason}); {VALID} (the hub needs a network)") from e
+        raise ValueError(f"model: {name} cannot be loaded ({at}: {reason}); {MODELS} (the hub needs a network)") from e
     if "gguf_file" in extra and getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer.remove_quantization_config(model)  # it is a plain model now, to be trained and saved as one
     model.to(device).eval()

@@ -11,14 +11,7 @@ variants of LoRA, several adapters, a resume from the merged weights (they are r
 """
 
 import copy
-import importlib.util
 from pathlib import Path
-
-
-def check(rank: int):
-    """ValueError in one line where peft is missing; imports nothing."""
-    if rank and importlib.util.find_spec("peft") is None:
-        raise ValueError(f'lora: {rank} needs the package peft; valid: 0, or pip install "nanoragen[lora]"')
 
 
 def adapt(model, rank: int, alpha: float = 0.0, seed: int = 0):

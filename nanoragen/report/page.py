@@ -317,7 +317,6 @@ def main(argv=None):
     a = parser.parse_args(argv)
     out = Path(a.out or Path(a.runs[0]) / ("report.html" if len(a.runs) == 1 else "compare.html"))
     try:
-        cli.once(parser, argv)
         for folder in map(Path, a.runs):
             if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
                 raise ValueError(f"runs: {folder} holds no run; valid: a folder with metrics.jsonl, as train.py makes it")

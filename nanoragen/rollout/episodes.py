@@ -113,12 +113,12 @@ class Sampling:
                 raise ValueError(f"{name}: {value}; valid: 1 or more")
 
 
-def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progress=None) -> list[Episode]:
+def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progress=None, ended=None) -> list[Episode]:
     """Play one episode in each environment, and return them in the same order.
 
     envs, seeds, groups: one each an episode; an environment is reset here with its seed. Episodes of a group with the same seed
-    must get the same prompt (ValueError if not). progress: called with a line of text before each turn. Takes one of torch's
-    global random numbers. Under torchrun each process plays some of the groups, and all return all episodes. A reward that is
+    must get the same prompt (ValueError if not). progress: called with a line of text before each turn; ended: with the number of
+    episodes that have just ended. Takes one of torch's global random numbers. Under torchrun each process plays some of the groups, and all return all episodes. A reward that is
     no finite number is a ValueError naming environment and seed; with `contain_faults` this and whatever else an environment
     raises ends its episode alone (it may have no ids). Logits that are NaN are a FloatingPointError naming the turn.
     Score the ids in the precision (autocast) of this call.
@@ -135,7 +135,7 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
             runners[place] = EpisodeRunner(env, env_name, seed, group, sampling, chat, rng, max_context, prompts)
     with sampling_mode(model):
         for batch in _batches(runners.values(), sampling.rollout_batch or len(runners)):
-            _play(batch, model, chat, sampling, progress)
+            _play(batch, model, chat, sampling, progress, ended)
     parts = distributed.gather({place: runner.episode for place, runner in runners.items()})
     played = {place: episode for part in parts for place, episode in part.items()}
     return [played[place] for place in range(len(envs))]
@@ -154,7 +154,7 @@ def _batches(runners, size: int) -> list[list]:
     return batches
 
 
-def _play(runners, model, chat, sampling, progress):
+def _play(runners, model, chat, sampling, progress, ended):
     """Play these episodes to their ends, turn by turn together."""
     runners = [r for r in runners if not r.over]
     keep_cache = sampling.keep_cache and not why_plain(model)
@@ -167,6 +167,8 @@ def _play(runners, model, chat, sampling, progress):
         replies, values = generator.sample(turn, [r.rng.random(sampling.max_tokens).tolist() for r in runners])
         glue = [runner.step(*sampled) for runner, *sampled in zip(runners, replies, values)]
         going_on = [row for row, runner in enumerate(runners) if not runner.over]
+        if ended:
+            ended(len(runners) - len(going_on))
         runners = [runners[row] for row in going_on]
         generator.extend(going_on, [glue[row] for row in going_on])
 

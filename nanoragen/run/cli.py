@@ -10,7 +10,7 @@ transformers' HfArgumentParser does the work (its module alone imports in under 
   completed (`--temp` is not `--temperature`), and nothing is ignored.
 - Values in the file are taken as written, so that `lr: 1e-5` is a number (to YAML itself it would be a text).
 - `--flag`, `--no_flag`, `--flag true`, `--flag false` for every bool.
-- A flag given twice stops the program too, as one of its values would not be read. Only `--config` may be given again.
+- Of a flag that is given again the last one counts, as everywhere; of several `--config` files too, flag by flag.
 
 Every error is "prog: error: setting: what is wrong; valid: ..." on standard error with exit status 2.
 Left out: nested sections, interpolation, and any other way to set a value.
@@ -19,6 +19,8 @@ Left out: nested sections, interpolation, and any other way to set a value.
 import argparse
 import dataclasses
 import difflib
+import functools
+import os
 import re
 import sys
 import typing
@@ -35,7 +37,6 @@ def parse(config_class, argv, prog: str, description: str):
     parser = _parser(config_class, prog, description)
     try:
         namespace = _parse(parser, config_class, argv)
-        once(parser, argv)
         if namespace.config is not None:
             read = [arg for path in namespace.config for arg in _read(path, config_class)]
             namespace = _parse(parser, config_class, read + argv)
@@ -46,24 +47,25 @@ def parse(config_class, argv, prog: str, description: str):
 
 
 def fail(prog: str, error) -> typing.NoReturn:
-    """Print an error as one line on standard error, and exit with status 2."""
-    sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
+    """Print an error as one line on standard error, and exit with status 2. Under torchrun the first process alone prints it."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
     sys.exit(2)
 
 
-def once(parser: argparse.ArgumentParser, argv):
-    """ValueError for the first setting that a list of arguments (None: those of the process) gives twice, however spelt.
+def quiet_when_unread(main):
+    """A program whose reader may end (`| head -1`): then it ends too, without a traceback, with the status of a SIGPIPE."""
 
-    For a parser without abbreviations, and arguments that it has parsed. What is collected (--config) may be given again.
-    """
-    seen = set()
-    for arg in sys.argv[1:] if argv is None else argv:
-        action = parser._option_string_actions.get(arg.split("=")[0])
-        if action is None or isinstance(action, argparse._AppendAction):
-            continue
-        if action.dest in seen:
-            raise ValueError(f"{action.dest}: is given twice; valid: --{action.dest} once")
-        seen.add(action.dest)
+    @functools.wraps(main)
+    def run(argv=None):
+        try:
+            main(argv)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in its buffer goes nowhere
+            sys.exit(141)
+
+    return run
 
 
 def options(text: str) -> dict:
@@ -131,23 +133,34 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _parser(config_class, prog, description) -> HfArgumentParser:
+    kinds = typing.get_type_hints(config_class)
+    plain = [
+        (f.name, kinds[f.name], dataclasses.field(default=f.default, metadata={"help": f.metadata.get("help")}))
+        for f in dataclasses.fields(config_class)
+        if f.init
+    ]  # HfArgumentParser takes no other metadata
     parser = HfArgumentParser(
-        config_class, prog=prog, description=description, usage=f"{prog} [--setting value ...]", allow_abbrev=False,
+        dataclasses.make_dataclass("Settings", plain), prog=prog, description=description, usage=f"{prog} [--setting value ...]", allow_abbrev=False,
         exit_on_error=False, formatter_class=lambda prog: _Help(prog, max_help_position=34, width=120),
     )  # fmt: skip
-    kinds = typing.get_type_hints(config_class)
     for action in parser._actions:
         if action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
         elif action.choices is None and action.dest in kinds:
             action.type = _number(action.type) if action.type in (int, float) else action.type
             action.metavar = "true|false" if kinds[action.dest] is bool else kinds[action.dest].__name__.upper()
+    groups = {}  # title -> group of --help
     for f in dataclasses.fields(config_class):
+        if title := f.metadata.get("group"):
+            group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+            action = parser._option_string_actions[f"--{f.name}"]
+            parser._optionals._group_actions.remove(action)
+            group._group_actions.append(action)
         if kinds[f.name] is bool and f.default is False:  # HfArgumentParser has it only where the default is True
             names = {f"--no_{f.name}", f"--no-{f.name.replace('_', '-')}"}
             parser.add_argument(*sorted(names), action="store_false", dest=f.name, default=False, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--config", metavar="FILE", action="append", help="YAML file of settings; of several the later win, and flags over all"
+        "--config", metavar="FILE", action="append", help="YAML file of settings; flags win over it, later files over earlier ones"
     )
     return parser
 

@@ -259,7 +259,6 @@ def main(argv=None):
     parser.add_argument("--save_every", type=int, default=500)
     args = parser.parse_args(argv)
     try:
-        cli.once(parser, argv)
         shares = cli.options(args.shares)
     except ValueError as e:
         parser.error(str(e).replace("env_options", "shares"))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import train
 from nanoragen.policy import loading
 from nanoragen.rollout.episodes import Sampling, rollout
+from nanoragen.run import settings
 
 
 @pytest.fixture
@@ -24,11 +25,11 @@ def folder(tmp_path):
 
 
 def test_the_bundled_model_loads():
-    if not (loading.NANO / "config.json").is_file():
+    if not (settings.NANO / "config.json").is_file():
         pytest.skip("the bundled model has not been made yet")
     model, tokenizer = loading.load()
     assert sum(p.numel() for p in model.parameters()) < 4e6 and tokenizer.chat_template
-    assert sum(f.stat().st_size for f in loading.NANO.iterdir()) <= 8 * 2**20
+    assert sum(f.stat().st_size for f in settings.NANO.iterdir()) <= 8 * 2**20
 
 
 def test_weights_are_float32_without_dropout_whatever_the_folder_says(folder):
@@ -141,7 +142,7 @@ def test_gguf(tmp_path):
 
 def test_gguf_without_its_package_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="^model: .*package gguf; valid: pip install gguf accelerate$"):
         loading.load(str(tmp_path / "x.gguf"))
 

@@ -1,5 +1,7 @@
 """Adapters: what they add, what is frozen and shared, what a checkpoint of them holds."""
 
+import importlib.util
+
 import pytest
 import torch
 from helpers import byte_tokenizer, tiny_model
@@ -120,7 +122,7 @@ def test_what_cannot_work_is_one_line(monkeypatch):
     for bad, key in (({"lora": -1}, "lora"), ({"lora_alpha": 4.0}, "lora_alpha: 4.0 with --lora 0; valid: --lora RANK")):
         with pytest.raises(ValueError, match=key):
             check(Config(env="bandit", **bad))
-    monkeypatch.setattr(lora.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'^lora: 8 needs the package peft; valid: 0, or pip install "nanoragen\[lora\]"$'):
-        lora.check(8)
-    lora.check(0)
+        check(Config(env="bandit", lora=8))
+    check(Config(env="bandit"))

@@ -85,16 +85,18 @@ def test_every_bool_can_be_said_both_ways(name, default):
         (["--algo", "x"], "algo: ", "valid: grpo, rloo"),
         (["--shuffle", "maybe"], "shuffle: ", "valid: true or false"),
         (["--steps", "1", "--no_steps"], "--no_steps: ", "there is no such setting"),
-        (["--lr", "1e-3", "--lr", "1e-4"], "lr: ", "is given twice; valid: --lr once"),
-        (["--lr=1e-3", "--steps", "2", "--lr=1e-3"], "lr: ", "is given twice"),  # the same value or not
-        (["--temperature", "-1", "--temperature=-1"], "temperature: ", "is given twice"),
-        (["--shuffle", "--no_shuffle"], "shuffle: ", "is given twice; valid: --shuffle once"),
-        (["--no-cache", "--cache", "true"], "cache: ", "is given twice"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, argv, starts, holds):
     text = error(capsys, *argv)
     assert text.startswith(starts) and holds in text
+
+
+def test_the_last_of_a_repeated_flag_wins(tmp_path):
+    assert parse("--lr", "1e-3", "--steps=2", "--lr=1e-4", "--steps", "3") == Config(lr=1e-4, steps=3)
+    assert parse("--shuffle", "--no_shuffle").shuffle is False and parse("--no-cache", "--cache", "true").cache is True
+    path = write(tmp_path, "steps: 7\n")
+    assert parse("--steps", "1", "--config", path, "--steps", "9").steps == 9
 
 
 def test_a_file_of_settings(tmp_path):
