@@ -66,14 +66,14 @@ def run(c: Config):
     from nanoragen.envs.base import eval_seeds
     from nanoragen.evaluate import evaluate
     from nanoragen.policy import loading
+    from nanoragen.policy.support import kv_cache_unsupported, max_positions
     from nanoragen.rollout.episodes import Sampling
-    from nanoragen.rollout.generation import positions, why_plain
     from nanoragen.run import metrics
 
     torch.manual_seed(c.seed)
     model, tokenizer = loading.load(c.model, device=c.device) if c.policy == "model" else (None, None)
-    check_context(c, positions(model) if model else math.inf)
-    if model and (slow := why_plain(model)):
+    check_context(c, max_positions(model) if model else math.inf)
+    if model and (slow := kv_cache_unsupported(model)):
         print(slow)
     sampling = Sampling(
         temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,

@@ -164,26 +164,11 @@ class Config(PlaySettings):
 # -- the maths ---------------------------------------------------------------------------------------------------------
 
 
-def score(model, batch, rows, temperature, behind=None):
-    """log pi(token | context) and entropy of every sampled token of some episodes, at the temperature they were sampled at.
-
-    Returns (logprob [P], entropy [P], row [P]): fp32, in reading order; row = which of `rows` a token belongs to.
-    behind: prompts that were run before (nanoragen/policy/batches.py, passes).
-    """
-    from nanoragen.policy.loading import sampled_scores
-
-    part = batch.select(rows)  # [b, T]
-    sampled = part.mask[:, 1:]  # the logits at position t score token t + 1
-    # the head runs on sampled tokens only, and the logits are never held: kernels/linear.py
-    logprob, entropy = sampled_scores(model, part.ids, part.attention_mask, sampled, temperature, behind=behind)
-    return logprob, entropy, sampled.nonzero()[:, 0]
-
-
 def score_all(model, batch, rows, c: Config):
     """log pi of every sampled token of some episodes, without gradient, 0 elsewhere. [B, T]"""
-    from nanoragen.policy.batches import on_tokens
+    from nanoragen.policy.scoring import token_logprobs, token_table
 
-    return on_tokens(model, batch, rows, c, lambda part, behind: score(model, batch, part, c.temperature, behind)[0])
+    return token_table(model, batch, rows, c, lambda micro: token_logprobs(model, micro, c.temperature)[0])
 
 
 def kl_estimate(logprob, ref_logprob, kind: str):
@@ -246,8 +231,9 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     """
     import torch
 
-    from nanoragen.policy.batches import passes
+    from nanoragen.learning.updates import means, minibatches, optimizer_step
     from nanoragen.policy.loading import autocast
+    from nanoragen.policy.scoring import micro_batches, token_logprobs
 
     device, several = batch.ids.device, c.epochs * c.minibatches > 1
     length = batch.mask.sum(1)  # sampled tokens of each episode [B]
@@ -256,44 +242,32 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
     runs = (advantage != 0).any(1).cpu() | bool(c.beta or c.entropy_coef)  # [B]
     if several:
         progress("score")
-        old = score_all(model, batch, kept_rows[runs[kept_rows]], c)
-    logs, bad = [], []
-    for epoch in range(c.epochs):
-        order = kept_rows[torch.from_numpy(rng.permutation(len(kept_rows)))]
-        for n, minibatch in enumerate(order.chunk(c.minibatches)):
-            name = f"update {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}"
-            progress(name)
-            total, broken, weight = {}, "", torch.zeros(len(length), device=device)
-            weight[minibatch] = token_weight(length[minibatch], c)
-            for rows, behind in passes(model, batch, minibatch[runs[minibatch]], c):  # micro-batches, under torchrun this process's
-                with autocast(device, c.dtype):
-                    logprob, entropy, row = score(model, batch, rows, c.temperature, behind)
-                sampled = batch.mask[rows]  # picks from a table [B, T] the P tokens that were scored, in the same order
-                before = old[rows][sampled] if several else logprob.detach()
-                ref = ref_logprob[rows][sampled] if ref_logprob is not None else None
-                loss, part = policy_loss(logprob, before, advantage[rows][sampled], weight[rows][row], entropy, ref, c)
-                if not math.isfinite(part["loss"]):
-                    broken = "loss" if logprob.isfinite().all() else "log-prob"
-                (scale * loss).backward()
-                total = {k: total.get(k, 0.0) + v for k, v in part.items()}
-            distributed.sum_gradients(model.parameters())  # under torchrun each process has a share of the minibatch
-            total = distributed.add_up(total)
-            share = total.pop("weight", None)  # None: no episode was run
-            total = {"loss": 0.0} | {k: v if k == "loss" else v / share for k, v in total.items()}
-            total["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), c.max_grad_norm).item()
-            if not (math.isfinite(total["loss"]) and math.isfinite(total["grad_norm"])):
-                optimizer.zero_grad(set_to_none=True)  # one bad gradient must not cost the weights
-                bad.append(f"{distributed.first(broken) or 'gradient'} of {name}")  # all processes are here, or none
-                continue
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-            logs.append(total)
-    sums = {}
-    for log in logs:
-        for k, v in log.items():
-            sums.setdefault(k, []).append(v)
-    return {k: sum(v) / len(v) for k, v in sums.items()} | {"nonfinite_updates": len(bad)} | ({"nonfinite": bad[0]} if bad else {})
+        old_logprob = score_all(model, batch, kept_rows[runs[kept_rows]], c)  # [B, T]
+    logs, nonfinite = [], []
+    for name, minibatch in minibatches(kept_rows, c, rng):
+        progress(f"update {name}")
+        total, broken, weight = {}, "", torch.zeros(len(length), device=device)
+        weight[minibatch] = token_weight(length[minibatch], c)
+        for micro in micro_batches(model, batch, minibatch[runs[minibatch]], c):
+            with autocast(device, c.dtype):
+                logprob, entropy = token_logprobs(model, micro, c.temperature)  # [P] each: the sampled tokens
+            old = micro.pick(old_logprob) if several else logprob.detach()
+            ref = micro.pick(ref_logprob) if ref_logprob is not None else None
+            loss, part = policy_loss(logprob, old, micro.pick(advantage), weight[micro.row_of_token()], entropy, ref, c)
+            if not math.isfinite(part["loss"]):
+                broken = "loss" if logprob.isfinite().all() else "log-prob"
+            (scale * loss).backward()
+            micro.finish_prefix()  # prompts are run once for several micro-batches; so is their backward pass, after the last
+            total = {k: total.get(k, 0.0) + v for k, v in part.items()}
+        total = distributed.add_up(total)  # under torchrun each process has run a share of the minibatch
+        share = total.pop("weight", None)  # None: no episode was run
+        log = {"loss": 0.0} | {k: v if k == "loss" else v / share for k, v in total.items()}
+        log["grad_norm"], finite = optimizer_step(model.parameters(), optimizer, scheduler, c.max_grad_norm, log["loss"])
+        if finite:
+            logs.append(log)
+        else:
+            nonfinite.append(f"{distributed.first(broken) or 'gradient'} of update {name}")  # all processes are here, or none
+    return means(logs) | {"nonfinite_updates": len(nonfinite)} | ({"nonfinite": nonfinite[0]} if nonfinite else {})
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -336,9 +310,9 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     from nanoragen.learning.critic import Critic
     from nanoragen.policy import loading
     from nanoragen.policy.batches import make_batch
+    from nanoragen.policy.support import kv_cache_unsupported
     from nanoragen.report.page import Report, cross_record
     from nanoragen.rollout.episodes import Sampling, rollout
-    from nanoragen.rollout.generation import why_plain
     from nanoragen.run import checkpoint, faults, memory, metrics
     from nanoragen.run.metrics import interval, scores
 
@@ -378,7 +352,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
     for text in memory.lines(model, tokenizer, c, envs[0], sampling):
         say(text)
-    if slow := why_plain(model):
+    if slow := kv_cache_unsupported(model):
         say(slow)
 
     def held_out(n, label):
@@ -454,7 +428,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
 
         if c.grad_every and (step - 1) % c.grad_every == 0:
             phase("gradients")
-            begun, ours, pad = time.perf_counter(), (score, token_weight, policy_loss), tokenizer.pad_token_id
+            begun, ours, pad = time.perf_counter(), (token_weight, policy_loss), tokenizer.pad_token_id
             line.update(gradients.measure(model, reference, critic, episodes, rewards, ids, pad, c, *ours))
             line["time/gradients"] = time.perf_counter() - begun
 
@@ -544,13 +518,13 @@ def main(argv=None):
         device = distributed.start(c.device)
         out = out if saved else distributed.on_first(partial(run_folder, c))  # before torch is imported: a bad folder shows at once
         from nanoragen.policy import loading
+        from nanoragen.policy.support import max_positions
         from nanoragen.rollout.chat import Chat
-        from nanoragen.rollout.generation import positions
         from nanoragen.run.faults import TooManyFaults
 
         model, tokenizer = loading.load_policy(c, saved, device)
         Chat(tokenizer)  # a model without a chat template cannot play
-        check_context(c, positions(model))
+        check_context(c, max_positions(model))
     except ValueError as e:
         cli.fail("train.py", e)
     except (RuntimeError, MemoryError) as e:

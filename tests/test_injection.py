@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import train
 from nanoragen.collapse import estimator
-from nanoragen.policy import loading
+from nanoragen.policy import loading, scoring
 from nanoragen.rollout import episodes as rollout
 from nanoragen.rollout.generation import UncachedGenerator
 from nanoragen.run import checkpoint, metrics
@@ -231,7 +231,7 @@ def test_no_space_at_any_file_of_a_checkpoint(name, arguments, whole, tmp_path, 
 
 def nan_at(place, patch):
     """Break every update at one place."""
-    loss, score = train.policy_loss, train.score
+    loss, score = train.policy_loss, scoring.token_logprobs
 
     def broken_loss(logprob, *args):
         if place == "gradient":
@@ -243,7 +243,7 @@ def nan_at(place, patch):
         logprob, *rest = score(*args)
         return logprob * float("inf"), *rest
 
-    patch.setattr(train, *(("score", broken_score) if place == "log-prob" else ("policy_loss", broken_loss)))
+    patch.setattr(*((scoring, "token_logprobs", broken_score) if place == "log-prob" else (train, "policy_loss", broken_loss)))
 
 
 @pytest.mark.parametrize("place", ["loss", "gradient", "log-prob"])

@@ -201,7 +201,7 @@ def test_a_resumed_run_runs_its_reference_as_the_whole_run_does(tmp_path, monkey
         pass
 
     def reference(model):
-        seen.append(any(getattr(m, "runs_again", False) for m in model.modules()))
+        seen.append(any(getattr(m, "is_checkpointed", False) for m in model.modules()))
         raise Enough
 
     seen, c = [], train.Config(device="cpu", gradient_checkpointing=True, beta=0.1)

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import byte_tokenizer, saved_model, tiny_model
+from helpers import byte_tokenizer, saved_model, score, tiny_model
 
 import eval as evaluation
 import train
 from nanoragen.kernels.advantage import group_advantages
-from nanoragen.policy.batches import make_batch, micro_batches
+from nanoragen.policy import scoring
+from nanoragen.policy.batches import make_batch, split_by_length
+from nanoragen.policy.scoring import micro_batch
 from nanoragen.rollout.episodes import Episode, Turn
-from train import Config, check, kl_estimate, policy_loss, score, score_all, update
+from train import Config, check, kl_estimate, policy_loss, score_all, update
 
 
 def episodes(count=8, seed=0, vocab=200):
@@ -97,14 +99,15 @@ def test_score_is_the_teacher_forced_log_softmax(tiny):
     found = episodes()
     batch = make_batch(found, 0)
     rows = torch.tensor([5, 0, 3])
-    logprob, entropy, row = score(model, batch, rows, 0.7)
+    logprob, entropy = score(model, batch, rows, 0.7)
     want = []
     for r in rows.tolist():  # each alone, unpadded
         ids = torch.tensor([found[r].ids])
         table = torch.log_softmax(model(ids).logits[0].double() / 0.7, -1)
         want += [table[t - 1, ids[0, t]].item() for t in range(1, ids.shape[1]) if found[r].mask[t]]
     assert logprob.tolist() == pytest.approx(want, abs=1e-4)
-    assert row.bincount().tolist() == [found[r].num_tokens for r in rows.tolist()]
+    owner = micro_batch(model, batch, rows).row_of_token()
+    assert owner.tolist() == [r for r in rows.tolist() for _ in range(found[r].num_tokens)]
 
 
 def test_on_policy_loss_is_zero_and_the_gradient_is_not(tiny):
@@ -152,10 +155,8 @@ def test_episodes_without_advantage_are_not_run_and_still_count(tiny, monkeypatc
     """The gradient is that of the loss over all eight, written out; with a bonus, whose gradient is not 0, all are run."""
     model, _ = tiny
     found, advantage = episodes(8), torch.tensor([0.5, -1.0, 0, 0, 0, 0, 0, 2.0])
-    c, ran, own = settings(aggregation=aggregation, loss_length=10), [], train.score
-    monkeypatch.setattr(
-        train, "score", lambda model, batch, rows, *more: (ran.extend(rows.tolist()), own(model, batch, rows, *more))[1]
-    )
+    c, ran, own = settings(aggregation=aggregation, loss_length=10), [], scoring.token_logprobs
+    monkeypatch.setattr(scoring, "token_logprobs", lambda m, micro, *more: (ran.extend(micro.rows.tolist()), own(m, micro, *more))[1])
     got, log = gradient(model, found, range(8), advantage, c)
     assert sorted(ran) == [0, 1, 7] and log["nonfinite_updates"] == 0
 
@@ -205,7 +206,7 @@ def test_observation_positions_get_no_gradient(tiny):
             seen.append(out.last_hidden_state)
 
     hook = model.base_model.register_forward_hook(keep)
-    logprob, entropy, _ = score(model, batch, torch.arange(2), 1.0)
+    logprob, entropy = score(model, batch, torch.arange(2), 1.0)
     hook.remove()
     (logprob.sum() + entropy.sum()).backward()
     reached = seen[0].grad.abs().sum(-1) > 0  # [B, T]: whose logits are in the loss
@@ -249,9 +250,9 @@ def test_several_minibatches_use_the_probabilities_from_before_the_first(tiny):
     assert log["approx_kl"] > 1e-6  # the ratio left 1 after the first minibatch
 
 
-def test_micro_batches_cover_every_row_once():
+def test_split_rows_cover_every_row_once():
     batch = make_batch(episodes(8), 0)
-    parts = micro_batches(batch, torch.tensor([7, 1, 4, 2, 0]), 2)
+    parts = split_by_length(batch, torch.tensor([7, 1, 4, 2, 0]), 2)
     assert sorted(torch.cat(parts).tolist()) == [0, 1, 2, 4, 7] and max(map(len, parts)) == 2
 
 
@@ -282,27 +283,27 @@ def test_learning_rate_schedule():
 
 
 def test_a_reply_as_long_as_the_context_is_refused(tiny):
-    from nanoragen.rollout.generation import positions
+    from nanoragen.policy.support import max_positions
     from nanoragen.run.settings import check_context
 
     model, _ = tiny  # 2048 positions
     with pytest.raises(ValueError, match="^max_tokens: 64 with --max_context 64; valid: below 64"):
         check(Config(max_context=64))
     with pytest.raises(ValueError, match="^max_tokens: 2048 with the context of nano 2048; valid"):
-        check_context(Config(max_tokens=2048), positions(model))
+        check_context(Config(max_tokens=2048), max_positions(model))
     check(Config(max_context=65))
-    check_context(Config(max_tokens=2047), positions(model))
+    check_context(Config(max_tokens=2047), max_positions(model))
 
 
 def test_a_reply_as_long_as_the_context_of_mpt_is_refused():
     from transformers import MptConfig
 
-    from nanoragen.rollout.generation import positions
+    from nanoragen.policy.support import max_positions
     from nanoragen.run.settings import check_context
 
     model = SimpleNamespace(config=MptConfig(max_seq_len=64))
     with pytest.raises(ValueError, match="^max_tokens: 64 with the context of nano 64; valid"):
-        check_context(Config(), positions(model))
+        check_context(Config(), max_positions(model))
 
 
 def test_slow_rollouts_are_told_of_once(tmp_path, capsys):

@@ -21,8 +21,9 @@ from fractions import Fraction
 
 import torch
 
-from nanoragen.collapse.matrix import cross_matrix, distinct, positions
+from nanoragen.collapse.matrix import cross_matrix, distinct
 from nanoragen.kernels.cross import cross_statistics
+from nanoragen.policy.support import max_positions
 
 SAMPLINGS = {"first_turn": "collapse_first_turn_sample/", "trajectory": "collapse_trajectory_sample/"}  # and their names in a log
 STD_EPS = 1e-3  # the paper code's, in the z-scores
@@ -216,7 +217,7 @@ def measure(model, episodes, *, sampling="first_turn", max_prompts=8, rows_per_p
         chosen = rng.sample(list(groups.values()), min(max_prompts, len(groups)))
         chosen = [e for g in chosen for e in rng.sample(g, min(rows_per_prompt, len(g)))]
         prompts, reasonings, own, keys = first_turn_sample(chosen)
-    room = positions(model) + 1 - max(map(len, reasonings), default=0)
+    room = max_positions(model) + 1 - max(map(len, reasonings), default=0)
     rows = [i for i in range(len(own)) if len(prompts[own[i]]) <= room]
     reasonings = [reasonings[i] for i in rows]
     prompts, own = distinct([prompts[own[i]] for i in rows])

@@ -11,23 +11,20 @@ Shapes: M reasonings (rows), N prompts (columns), P scored tokens, Q tokens run 
 Tx and Tz tokens of a prompt and of a reasoning.
 """
 
-import inspect
 import math
 from contextlib import contextmanager
 from itertools import cycle
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from transformers import DynamicCache
 
 from nanoragen.kernels.cross import cross_logprob_matrix
+from nanoragen.policy import support
 from nanoragen.policy.attention import TAKES_MASK
-from nanoragen.policy.prefix_cache import cache_name, rope_changes, same, why_not
-from nanoragen.rollout.generation import positions
 
 PACKED_TOKENS = 256  # run in one row, at least
 PLAIN_LOGITS = 2**26  # logits held at a time by the plain way
-_AGREES = WeakKeyDictionary()  # model -> do both ways of scoring agree on it, found out once
 _TOLD = WeakSet()  # models whose fall-back was printed
 
 
@@ -39,7 +36,7 @@ def cross_matrix(model, prompts, reasonings, *, temperature=1.0, shared_prefix=T
     sums to 0. Returns [M, N] float32 on the model's device. Same lists are computed once.
 
     shared_prefix=True encodes each prompt once (what all prompts begin with, once for all) and scores all reasonings
-    against its cached keys and values; False runs every pair in full and is the twin. A model that cannot share falls
+    against its cached keys and values; False runs every pair in full and is the reference implementation. A model that cannot share falls
     back to it and one line says why. Tokens run, plain / shared = (Tx + Tz) / (Tz + Tx / M).
 
     ValueError: an empty prompt, a temperature of 0 or less, or a pair with more tokens than the model has positions.
@@ -54,7 +51,7 @@ def cross_matrix(model, prompts, reasonings, *, temperature=1.0, shared_prefix=T
     if not prompts or not any(reasonings):
         return torch.zeros(len(row), len(column), device=device)
     longest = max(map(len, prompts)) + max(map(len, reasonings)) - 1  # the last token is scored, not run
-    limit = positions(model)
+    limit = support.max_positions(model)
     if longest > limit:
         raise ValueError(f"prompts: {longest} tokens with their longest reasoning; valid: up to the model's {limit}")
     with _scoring_mode(model):
@@ -94,11 +91,10 @@ def _plain(model, prompts, reasonings, temperature, alone=False):
     alone: one pair at a time, and no logits of its prompt where the model can leave them out; so it takes little memory.
     """
     device = next(model.parameters()).device
-    takes = inspect.signature(model.forward).parameters
     sums = torch.zeros(len(reasonings), len(prompts), device=device)
     pairs = [(i, j) for i, z in enumerate(reasonings) for j in range(len(prompts)) if z]
     pairs.sort(key=lambda p: len(reasonings[p[0]]) + len(prompts[p[1]]), reverse=True)  # alike lengths together
-    alone = alone or bool(rope_changes(model, len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1))
+    alone = alone or bool(support.positions_depend_on_length(model, len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1))
     while pairs:
         T = len(reasonings[pairs[0][0]]) + len(prompts[pairs[0][1]]) - 1  # the last token is scored, not run
         B = 1 if alone else max(1, PLAIN_LOGITS // (T * model.config.get_text_config().vocab_size))
@@ -112,8 +108,8 @@ def _plain(model, prompts, reasonings, temperature, alone=False):
             targets[b, : len(pair) - 1] = pair[1:]  # position t scores token t + 1
             scored[b, start - 1 : len(pair) - 1] = True
         ids, mask, targets, scored = (v.to(device) for v in (ids, mask, targets, scored))
-        extra = {"position_ids": torch.arange(T, device=device).expand_as(ids)} if "position_ids" in takes else {}
-        if alone and "logits_to_keep" in takes:
+        extra = {"position_ids": torch.arange(T, device=device).expand_as(ids)} if support.takes_argument(model, "position_ids") else {}
+        if alone and support.takes_argument(model, "logits_to_keep"):
             extra["logits_to_keep"] = len(reasonings[chunk[0][0]])
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **extra).logits
         targets, scored = targets[:, -logits.shape[1] :], scored[:, -logits.shape[1] :]
@@ -133,7 +129,7 @@ def _shared(model, prompts, reasonings, temperature):
 
     def run(ids, at, mask=None):  # [Q] -> [Q, D], and ids join the cache
         out = decoder(
-            input_ids=ids[None], position_ids=at[None], attention_mask=mask, use_cache=True, **{cache_name(decoder): cache}
+            input_ids=ids[None], position_ids=at[None], attention_mask=mask, use_cache=True, **{support.cache_argument(decoder): cache}
         )
         return out.last_hidden_state[0]
 
@@ -211,20 +207,8 @@ class _Pack:
 
 def _why_plain(model, prompts, reasonings, longest) -> str:
     """Why this model cannot share a prefix, "" if it can. Said in one line, once a model."""
-    config = model.config.get_text_config()
-    scaled = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    scaled = [name for name in scaled if getattr(config, name, None) not in (None, 1)]
-    attention = getattr(model.config, "_attn_implementation", None)
-    reason = why_not(model, longest)
-    if reason:
-        pass  # and the others need not be looked for
-    elif scaled:
-        reason = f"its logits are more than hidden x weight ({', '.join(scaled)})"
-    elif attention not in TAKES_MASK:
-        reason = f"its attention ({attention}) takes no mask of our own"
-    elif "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
-        reason = "it takes no position ids"
-    elif not _agrees(model, prompts, reasonings):
+    reason = support.packed_reasonings_unsupported(model, longest, TAKES_MASK)
+    if not reason and not _same_sums(model, prompts, reasonings):
         reason = "tried on the longest prompt, it scores packed reasonings differently"
     if reason and model not in _TOLD:
         print(f"cross_matrix: every pair is encoded in full, a prompt's cache cannot be shared: {reason}")
@@ -232,24 +216,20 @@ def _why_plain(model, prompts, reasonings, longest) -> str:
     return reason
 
 
-def _agrees(model, prompts, reasonings) -> bool:
-    """Do both ways give the same? No list of models is complete, so each is asked, once.
-
-    With the longest prompt and its end, and a row of reasonings as full as it gets, of which the first and a long one far down
-    the row are compared.
-    """
-    if model not in _AGREES:
-        two, row = [max(prompts, key=len)], []
-        two.append(two[0][-4:])
-        for z in cycle(filter(None, reasonings)):
-            if row and sum(map(len, row)) + len(z) > _row(two):
-                break
-            row.append(z)
-        compared = [0, max(range(len(row)), key=lambda i: (len(row[i]), i))]
-        ends = [row[i] for i in compared]
-        weight = model.get_output_embeddings().weight
-        rounded = weight.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(weight.device.type)
-        close = {"rtol": 0.02, "atol": 0.25 * math.sqrt(max(map(len, ends)))} if rounded else {"rtol": 0.002, "atol": 0.02}
-        shared, plain = lambda: _shared(model, two, row, 1.0)[compared], lambda: _plain(model, two, ends, 1.0, alone=True)
-        _AGREES[model] = same(shared, plain, **close)
-    return _AGREES[model]
+@support.once_per_model
+def _same_sums(model, prompts, reasonings) -> bool:
+    """Whether both ways give the same sums: with the longest prompt and its end, and a row of reasonings as full as it gets, of
+    which the first and a long one far down the row are compared."""
+    two, row = [max(prompts, key=len)], []
+    two.append(two[0][-4:])
+    for z in cycle(filter(None, reasonings)):
+        if row and sum(map(len, row)) + len(z) > _row(two):
+            break
+        row.append(z)
+    compared = [0, max(range(len(row)), key=lambda i: (len(row[i]), i))]
+    ends = [row[i] for i in compared]
+    weight = model.get_output_embeddings().weight
+    rounded = weight.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(weight.device.type)
+    close = {"rtol": 0.02, "atol": 0.25 * math.sqrt(max(map(len, ends)))} if rounded else {"rtol": 0.002, "atol": 0.02}
+    shared, plain = lambda: _shared(model, two, row, 1.0)[compared], lambda: _plain(model, two, ends, 1.0, alone=True)
+    return support.close_to(shared, plain, **close)

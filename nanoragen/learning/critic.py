@@ -12,13 +12,12 @@ Left out: a warm-up of the critic alone, values of several heads, a trunk smalle
 """
 
 import copy
-import math
-from functools import partial
 
 import torch
 
-from nanoragen.policy.batches import on_tokens, passes
-from nanoragen.policy.loading import autocast, forward_inputs
+from nanoragen.learning.updates import means, minibatches, optimizer_step
+from nanoragen.policy.loading import autocast
+from nanoragen.policy.scoring import micro_batches, token_table
 from nanoragen.run import distributed
 from nanoragen.run.checkpoint import restore_optimizer
 
@@ -44,16 +43,13 @@ class Critic:
         self.head.load_state_dict(state["head"])
         restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
 
-    def score(self, batch, rows, behind=None):
-        """Value of the state before every sampled token of some episodes. fp32 [P], in reading order (as train.score)."""
-        part = batch.select(rows)
-        inputs, wanted = forward_inputs(self.trunk, part.ids, part.attention_mask, part.mask[:, 1:], behind=behind)
-        hidden = self.trunk(**inputs).last_hidden_state
-        return self.head(hidden[wanted]).squeeze(1).float()
+    def value(self, micro) -> torch.Tensor:
+        """Value of the state before every sampled token of a MicroBatch. fp32 [P]"""
+        return self.head(self.trunk(**micro.inputs).last_hidden_state[micro.wanted]).squeeze(1).float()
 
     def values(self, batch, rows, c) -> torch.Tensor:
         """The values of some episodes, 0 elsewhere. [B, T]"""
-        return on_tokens(self.trunk, batch, rows, c, partial(self.score, batch))
+        return token_table(self.trunk, batch, rows, c, self.value)
 
     def update(self, batch, rows, returns, old, c, rng, progress=lambda text: None) -> dict:
         """c.epochs passes of c.minibatches updates. returns, old [B, T]: targets, and the values from before; rows [kept] long.
@@ -61,37 +57,29 @@ class Critic:
         The loss is a token mean over the minibatch. Returns the mean of each logged quantity, and `critic/explained_variance`:
         1 - Var(return - value) / Var(return) over all tokens, before the update; 1 is a perfect critic, 0 or less a useless one.
         """
-        device, logs, nonfinite = batch.ids.device, [], 0
-        for epoch in range(c.epochs):
-            order = rows[torch.from_numpy(rng.permutation(len(rows)))]
-            for n, minibatch in enumerate(order.chunk(c.minibatches)):
-                progress(f"critic {epoch * c.minibatches + n + 1}/{c.epochs * c.minibatches}")
-                tokens, total = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
-                for part, behind in passes(self.trunk, batch, minibatch, c):
-                    with autocast(device, c.dtype):
-                        value = self.score(batch, part, behind)
-                    mask = batch.mask[part]
-                    error, clipped = value_errors(value, old[part][mask], returns[part][mask], c.value_clip)
-                    loss = error.sum() / tokens
-                    loss.backward()
-                    total["critic/loss"] += loss.item()
-                    total["critic/clip_ratio"] += (clipped.sum() / tokens).item()
-                distributed.sum_gradients(self.parameters)
-                total = distributed.add_up(total)
-                norm = torch.nn.utils.clip_grad_norm_(self.parameters, c.max_grad_norm).item()
-                if math.isfinite(norm) and math.isfinite(total["critic/loss"]):  # as for the policy: weights survive a bad gradient
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    logs.append({**total, "critic/grad_norm": norm})
-                else:
-                    nonfinite += 1
-                self.optimizer.zero_grad(set_to_none=True)
+        logs, nonfinite = [], 0
+        for name, minibatch in minibatches(rows, c, rng):
+            progress(f"critic {name}")
+            tokens, log = batch.mask[minibatch].sum(), {"critic/loss": 0.0, "critic/clip_ratio": 0.0}
+            for micro in micro_batches(self.trunk, batch, minibatch, c):
+                with autocast(batch.ids.device, c.dtype):
+                    value = self.value(micro)
+                error, clipped = value_errors(value, micro.pick(old), micro.pick(returns), c.value_clip)
+                loss = error.sum() / tokens
+                loss.backward()
+                micro.finish_prefix()
+                log["critic/loss"] += loss.item()
+                log["critic/clip_ratio"] += (clipped.sum() / tokens).item()
+            log = distributed.add_up(log)
+            step = self.optimizer, self.scheduler, c.max_grad_norm, log["critic/loss"]
+            log["critic/grad_norm"], finite = optimizer_step(self.parameters, *step)
+            nonfinite += not finite
+            logs += [log] if finite else []
         mask = torch.zeros_like(batch.mask)
         mask[rows] = batch.mask[rows]
         spread = returns[mask].var(correction=0)
         explained = 1 - ((returns - old)[mask].var(correction=0) / spread).item() if spread > 0 else 0.0
-        found = {k: sum(log[k] for log in logs) / len(logs) for k in (logs[0] if logs else {})}
-        return found | {"critic/explained_variance": explained, "critic/nonfinite_updates": nonfinite}
+        return means(logs) | {"critic/explained_variance": explained, "critic/nonfinite_updates": nonfinite}
 
 
 def value_errors(value, old, returns, clip: float):

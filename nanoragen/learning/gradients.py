@@ -1,6 +1,6 @@
 """Gradients by reward variance: which prompts teach the task, and where only the regularisers speak (RAGEN-2's SNR picture).
 
-    found = measure(model, reference, critic, episodes, rewards, ids, pad_id, c, score, token_weight, policy_loss)
+    found = measure(model, reference, critic, episodes, rewards, ids, pad_id, c, token_weight, policy_loss)
     # {"grad_norm/0/task": 0.21, "grad_norm/0/entropy": 0.35, ..., "grad_norm/5/std_max": 0.53}
 
 Groups are sorted by in-group reward std into buckets of (all but) equally many groups, bucket 0 the lowest. In each bucket,
@@ -32,8 +32,10 @@ from dataclasses import replace
 import torch
 
 from nanoragen.learning import advantages
-from nanoragen.policy.batches import make_batch, micro_batches
+from nanoragen.policy.batches import make_batch, split_by_length
 from nanoragen.policy.loading import autocast
+from nanoragen.policy.prefix_cache import prefix_cache
+from nanoragen.policy.scoring import micro_batch, token_logprobs
 
 BUCKETS = 6  # the paper's
 
@@ -45,10 +47,10 @@ def buckets(std: list[float], count: int = BUCKETS) -> list[list[int]]:
     return [order[len(order) * n // count : len(order) * (n + 1) // count] for n in range(count)]
 
 
-def measure(model, reference, critic, episodes, rewards, ids, pad_id, c, score, token_weight, policy_loss) -> dict[str, float]:
+def measure(model, reference, critic, episodes, rewards, ids, pad_id, c, token_weight, policy_loss) -> dict[str, float]:
     """The metrics above of a step's episodes, none filtered, under the run's settings c; {} where none has a sampled token.
 
-    reference: frozen model, or None (no KL then); critic: or None; rewards, ids [B]: of each episode, its group. The last three
+    reference: frozen model, or None (no KL then); critic: or None; rewards, ids [B]: of each episode, its group. The last two
     are train.py's own, handed over because a script has no one name to be imported by.
     """
     rows = [row for row, e in enumerate(episodes) if e.num_tokens]
@@ -62,10 +64,10 @@ def measure(model, reference, critic, episodes, rewards, ids, pad_id, c, score, 
     members = {}  # group -> its episodes
     for row in rows:
         members.setdefault(int(ids[row]), []).append(row)
-    return by_bucket(model, reference, batch, members, found.std.tolist(), advantage, c, score, token_weight, policy_loss)
+    return by_bucket(model, reference, batch, members, found.std.tolist(), advantage, c, token_weight, policy_loss)
 
 
-def by_bucket(model, reference, batch, members, std, advantage, c, score, token_weight, policy_loss) -> dict[str, float]:
+def by_bucket(model, reference, batch, members, std, advantage, c, token_weight, policy_loss) -> dict[str, float]:
     """members {group: rows of the batch}; std [G] of each group's rewards; advantage [B, T].
 
     grad_norm/<bucket>/task, entropy, kl  norms of the three gradients. The KL's is 0 where policy and reference agree, except
@@ -78,7 +80,7 @@ def by_bucket(model, reference, batch, members, std, advantage, c, score, token_
     for n, bucket in enumerate(buckets([std[g] for g in names])):
         bucket = [names[i] for i in bucket]
         halves = [[row for g in bucket for row in members[g][half::2]] for half in (0, 1)]
-        grads = gradients(model, reference, batch, halves, advantage, c, score, token_weight, policy_loss)
+        grads = gradients(model, reference, batch, halves, advantage, c, token_weight, policy_loss)
         norms = {"task": norm(add(grads["a"], grads["b"])), "entropy": norm(grads["entropy"])}
         if reference is not None:
             norms["kl"] = norm(grads["kl"])
@@ -89,7 +91,7 @@ def by_bucket(model, reference, batch, members, std, advantage, c, score, token_
     return found
 
 
-def gradients(model, reference, batch, halves, advantage, c, score, token_weight, policy_loss) -> dict[str, list]:
+def gradients(model, reference, batch, halves, advantage, c, token_weight, policy_loss) -> dict[str, list]:
     """Gradients of the parts of policy_loss over the episodes of both halves, aggregated as a minibatch of training is.
 
     halves: two lists of rows of the batch; advantage [B, T]. Returns "a" and "b", each half's terms of the task gradient (it is
@@ -100,18 +102,23 @@ def gradients(model, reference, batch, halves, advantage, c, score, token_weight
     weight = torch.zeros(len(batch.mask), dtype=advantage.dtype, device=model.device)
     weight[both] = token_weight(batch.mask.sum(1)[both].to(advantage.dtype), c)
     task_only, entropy_only, kl_only = (replace(c, entropy_coef=e, beta=b) for e, b in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)))
+
+    def scored(model, rows):  # the prefix's graph is not cut off: autograd.grad goes through it
+        with autocast(model.device, c.dtype):
+            micro = micro_batch(model, batch, rows, prefix_cache(model, batch, rows, c.dtype, detach=False))
+            return micro, *token_logprobs(model, micro, c.temperature)
+
     found = {part: [torch.zeros_like(p) for p in parameters] for part in ("a", "b", "entropy", "kl")}
     for half, these in zip("ab", halves):
-        for rows in micro_batches(batch, torch.tensor(these, dtype=torch.long), c.micro_batch, c.micro_tokens) if these else []:
-            with autocast(model.device, c.dtype):
-                logprob, entropy, row = score(model, batch, rows, c.temperature)
+        for rows in split_by_length(batch, torch.tensor(these, dtype=torch.long), c.micro_batch, c.micro_tokens):
+            micro, logprob, entropy = scored(model, rows)
             now, none = logprob.detach(), torch.zeros_like(logprob)  # ratio 1, advantage 0
-            parts = {half: (advantage[rows][batch.mask[rows]], None, task_only), "entropy": (none, None, entropy_only)}
+            parts = {half: (micro.pick(advantage), None, task_only), "entropy": (none, None, entropy_only)}
             if reference is not None:  # same rows, same padding: equal models give equal bits
-                with torch.no_grad(), autocast(model.device, c.dtype):
-                    parts["kl"] = none, score(reference, batch, rows, c.temperature)[0], kl_only
+                with torch.no_grad():
+                    parts["kl"] = none, scored(reference, rows)[1], kl_only
             for part, (a, ref, settings) in parts.items():
-                loss, _ = policy_loss(logprob, now, a, weight[rows][row], entropy, ref, settings)
+                loss, _ = policy_loss(logprob, now, a, weight[micro.row_of_token()], entropy, ref, settings)
                 last = part == list(parts)[-1]
                 grads = torch.autograd.grad(loss, parameters, retain_graph=not last, allow_unused=True)
                 found[part] = [x if g is None else x + g for x, g in zip(found[part], grads)]

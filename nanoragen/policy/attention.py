@@ -7,11 +7,8 @@ The numbers are those of "sdpa" up to rounding; two copies are saved that it mak
 - The mask: bool at transformers, added to the scores in the kernel. It is made a number once for all layers, not in each.
 
 Left out: CUDA, where transformers chooses between kernels that want other things; models that bring a bias of their own, and
-those that ask for "sdpa" by name (`suits`).
+those that ask for "sdpa" by name (`support.takes_other_attention`).
 """
-
-import inspect
-import sys
 
 import torch
 from transformers import AttentionInterface
@@ -34,12 +31,6 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2).contiguous(), None
-
-
-def suits(model) -> bool:
-    """Whether a model of transformers takes an attention from outside, and under any name. DeepSeek V3.2 and others mask what their
-    indexer did not choose only where the attention is called "sdpa" or "eager", and say nothing where it is not."""
-    return model._supports_attention_backend and '"sdpa"' not in inspect.getsource(sys.modules[type(model).__module__])
 
 
 def _additive(mask, dtype):

@@ -1,17 +1,14 @@
-"""Episodes to tensors: right padding, masks, turn index.
+"""Episodes to tensors: right padding, masks, turn index; and rows split into groups that fit into one forward pass.
 
 Masks come from the episodes (that is, from the sampler), never from looking for an id, so the padding id may be the
 end-of-turn id. Padding is on the right: position ids are 0, 1, 2, ... without being given, as for an episode alone.
-B episodes, T tokens of the longest. Packing, without padding, happens on the way into the model: `model.forward_inputs`.
+B episodes, T tokens of the longest.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from nanoragen.policy import prefix_cache
-from nanoragen.policy.loading import autocast, packs
 from nanoragen.run import distributed
 
 
@@ -31,6 +28,11 @@ class Batch:
         T = int(self.attention_mask[rows].sum(1).max())
         return Batch(*(t[rows, :T] for t in (self.ids, self.attention_mask, self.mask, self.turn)))
 
+    @property
+    def predicts(self) -> torch.Tensor:
+        """[B, T] bool: positions whose hidden state predicts a sampled id, which is the next one."""
+        return torch.nn.functional.pad(self.mask[:, 1:], (0, 1))
+
 
 def make_batch(episodes, pad_id: int) -> Batch:
     """Episodes (at least one) as one Batch on the CPU."""
@@ -49,49 +51,26 @@ def make_batch(episodes, pad_id: int) -> Batch:
     return Batch(ids, attention_mask, mask, turn)
 
 
-def micro_batches(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int = 0, known: int = 0) -> list[torch.Tensor]:
+def split_by_length(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens: int = 0, cached: int = 0) -> list[torch.Tensor]:
     """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
 
     max_tokens: at most so many tokens each, padding counted (rows x longest); 0: no such limit. A row that is longer is alone.
-    known: tokens of each row that are not run.
-    Alike in length so that little is padding; longest first so that memory runs out at once or never. No rows, no tensors.
+    cached: first tokens of each row that are not run. Alike in length so that little is padding; longest first so that memory
+    runs out at once or never. No rows, no tensors.
     """
     if max_rows < 1:
         raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")
-    lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu() - known
+    lengths = batch.attention_mask[rows.to(batch.ids.device)].sum(1).cpu() - cached
     order = lengths.argsort(descending=True, stable=True)
-    parts, lengths = [], lengths[order].tolist()
-    while sum(parts) < len(lengths):
-        longest = max(1, lengths[sum(parts)])
+    sizes, lengths = [], lengths[order].tolist()
+    while sum(sizes) < len(lengths):
+        longest = max(1, lengths[sum(sizes)])
         size = min(max_rows, max(1, max_tokens // longest)) if max_tokens else max_rows
-        parts.append(min(size, len(lengths) - sum(parts)))
-    return list(rows.cpu()[order].split(parts)) if parts else []
+        sizes.append(min(size, len(lengths) - sum(sizes)))
+    return list(rows.cpu()[order].split(sizes)) if sizes else []
 
 
-def passes(model, batch: Batch, rows: torch.Tensor, c):
-    """The micro-batches of some rows: (rows of one, `behind`), for `model.forward_inputs`, which runs them behind what was run before.
-
-    rows: long, the same in every process; under torchrun each process gets a share of about as many tokens as the others'. Prompts
-    are run once for all micro-batches, not once in each. Call `backward` on each one's loss: the prompts' own backward pass follows
-    when the next is asked for after the last, so go through to the end, and let no weight move meanwhile. As many prompts are run
-    together as c.micro_batch and c.micro_tokens let, and their graph is held until then. behind: None where a prompt is not worth
-    it, or the model cannot (nanoragen/policy/prefix_cache.py).
-    """
-    for some in _together(_mine(batch, _by_prompt(batch, rows)), c.micro_batch, c.micro_tokens):
-        part, begun = batch.select(some), None
-        wanted = torch.nn.functional.pad(part.mask[:, 1:], (0, 1))
-        P = 0 if packs(model) else prefix_cache.length(model, part.ids, wanted)
-        if P:
-            with autocast(part.ids.device, c.dtype):
-                begun = prefix_cache.Beginnings(model, part.ids, P, apart=True)
-        number = {row: n for n, row in enumerate(some.tolist())}
-        for micro in micro_batches(batch, some, c.micro_batch, c.micro_tokens, known=P):
-            yield micro, begun and partial(begun.behind, [number[row] for row in micro.tolist()])
-        if begun and torch.is_grad_enabled():
-            begun.backward()
-
-
-def _by_prompt(batch: Batch, rows: torch.Tensor) -> list[tuple[int, tuple[int, ...]]]:
+def sorted_by_prompt(batch: Batch, rows: torch.Tensor) -> list[tuple[int, tuple[int, ...]]]:
     """[(row, its prompt: what stands before the first sampled id)], those of one prompt together, prompts alike in length too."""
     where = rows.to(batch.ids.device)
     starts = batch.mask[where].int().argmax(1).tolist()
@@ -100,22 +79,22 @@ def _by_prompt(batch: Batch, rows: torch.Tensor) -> list[tuple[int, tuple[int, .
     return sorted(found, key=lambda pair: (len(pair[1]), pair[1]))
 
 
-def _mine(batch: Batch, found: list) -> list:
-    """This process's share of a list as above: a stretch of it, so that few prompts are run in two processes."""
+def local_shard(batch: Batch, found: list) -> list:
+    """This process's share of a list as above: consecutive entries of it, so that few prompts are run in two processes."""
     if distributed.world() == 1:
         return found
     lengths = batch.attention_mask.sum(1).tolist()
-    total, done, mine = sum(lengths[row] for row, _ in found), 0, []
+    total, done, shard = sum(lengths[row] for row, _ in found), 0, []
     for row, prompt in found:
         middle = done + lengths[row] / 2
         if int(middle * distributed.world() / total) == distributed.rank():
-            mine.append((row, prompt))
+            shard.append((row, prompt))
         done += lengths[row]
-    return mine
+    return shard
 
 
-def _together(found: list, max_rows: int, max_tokens: int) -> list[torch.Tensor]:
-    """A list as above in parts, the prompts of each of which fit into one forward pass (in tokens: one is never cut)."""
+def group_prefixes(found: list, max_rows: int, max_tokens: int) -> list[torch.Tensor]:
+    """The rows of a list as above in parts whose different prompts fit into one forward pass (in tokens: one is never cut)."""
     parts, last, held = [], None, 0  # held: prompts in the last part
     for row, prompt in found:
         if prompt != last:
@@ -124,19 +103,3 @@ def _together(found: list, max_rows: int, max_tokens: int) -> list[torch.Tensor]
                 parts, held = [*parts, []], 1
         parts[-1].append(row)
     return [torch.tensor(part, dtype=torch.long) for part in parts]
-
-
-@torch.no_grad()
-def on_tokens(model, batch: Batch, rows: torch.Tensor, c, score) -> torch.Tensor:
-    """[B, T]: `score` of every sampled token of some episodes, without gradient; 0 elsewhere.
-
-    rows: as in `passes`; score(rows of a micro-batch, behind) -> [P], in reading order, under autocast; behind: as
-    `passes` gives it; c: micro_batch, micro_tokens and dtype count.
-    """
-    table = torch.zeros(batch.ids.shape, device=batch.ids.device)
-    for part, behind in passes(model, batch, rows, c):
-        with autocast(table.device, c.dtype):
-            found = score(part, behind)
-        table[part] = table[part].masked_scatter(batch.mask[part], found)
-    distributed.sum_tensors([table])  # each process has scored its share
-    return table

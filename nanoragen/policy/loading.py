@@ -1,4 +1,4 @@
-"""Load the policy and its tokenizer, freeze a reference, choose the precision, and run the head where it is needed.
+"""Load the policy and its tokenizer, freeze a reference, choose the precision.
 
     model, tokenizer = load()                                # the bundled model
     model, tokenizer = load("runs/sokoban-grpo-0/step_000040")        # any Hugging Face folder
@@ -16,16 +16,12 @@ Left out: quantised training, a model spread over several GPUs, code from a mode
 """
 
 import copy
-import inspect
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from nanoragen.run.checkpoint import MARKER, damage, of_trainer
 from nanoragen.run.settings import MODELS, locate
-
-_HEAD_IS_ALL = WeakKeyDictionary()  # model -> what head_is_all found
 
 
 def load(name="nano", *, device=None, dtype=None):
@@ -44,7 +40,7 @@ def load(name="nano", *, device=None, dtype=None):
     from transformers.utils import is_flash_attn_2_available
     from transformers.utils.logging import disable_progress_bar
 
-    from nanoragen.policy import attention
+    from nanoragen.policy import attention, support
 
     disable_progress_bar()  # loading takes a moment, and the trainer has a bar of its own
     device = pick_device(device)
@@ -64,11 +60,11 @@ def load(name="nano", *, device=None, dtype=None):
     if "gguf_file" in extra and getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer.remove_quantization_config(model)  # it is a plain model now, to be trained and saved as one
     model.to(device).eval()
-    if not heeds_its_mask(model):
-        raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that heeds its mask")
+    if not support.respects_attention_mask(model):
+        raise ValueError(f"model: {name} ({type(model).__name__}) would read padding as text; valid: one that respects its attention mask")
     if device.type == "cuda" and is_flash_attn_2_available() and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and attention.suits(model):
+    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and support.takes_other_attention(model):
         model.set_attn_implementation(attention.NAME)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from the sampler, so pad = eos is harmless
@@ -91,42 +87,6 @@ def load_policy(c, saved=None, device=None):
         if saved:
             lora.load(model, saved)
     return model, tokenizer
-
-
-def heeds_its_mask(model) -> bool:
-    """Whether a row gives the same numbers alone and padded on the left beside another, as a rollout has it.
-
-    Attention over keys and values leaves out what is masked, so only other models are asked, on a few tokens: the state of some
-    takes in the padding (RWKV, RecurrentGemma). A model that cannot run such rows at all does not heed them either.
-    """
-    import torch
-
-    from nanoragen.rollout.generation import why_plain
-    from nanoragen.run.stops import out_of_memory
-
-    if not why_plain(model):
-        return True
-    weight = next(model.parameters())
-    ids = torch.arange(32, device=weight.device).view(2, 16) % model.config.get_text_config().vocab_size
-    mask = torch.ones_like(ids)
-    mask[0, :-3] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-
-    def last(at) -> torch.Tensor:  # logits of the first row's last token
-        more = {"position_ids": positions[at]} if takes else {}
-        return model(input_ids=ids[at], attention_mask=mask[at], **more).logits[0, -1].float()
-
-    try:
-        with torch.no_grad():
-            alone, padded = last((slice(0, 1), slice(-3, None))), last((slice(None), slice(None)))
-    except Exception as e:  # whatever a model does with what it was not made for
-        if out_of_memory(e):
-            raise
-        return False
-    close = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.05
-    spread = alone.nan_to_num().std().item()  # broken weights are the rollout's to report
-    return torch.allclose(padded, alone, rtol=close, atol=close * spread, equal_nan=True)
 
 
 def _gguf_arguments() -> dict:
@@ -189,7 +149,7 @@ def checkpoint_activations(model):
     if not layers:
         raise ValueError(f"gradient_checkpointing: {type(model).__name__} has no layer made for it; valid: false")
     for layer in layers:
-        layer.runs_again = True  # nanoragen/policy/prefix_cache.py asks: it would write to a cache twice
+        layer.is_checkpointed = True  # nanoragen/policy/support.py looks for it
         layer.forward = partial(_run_again, layer.forward)  # no closure: a deep copy must run its own layer
 
 
@@ -213,89 +173,3 @@ def autocast(device, dtype="auto"):
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype: {dtype!r}; valid: auto, float32, bfloat16")
     return torch.autocast(kind, dtype=torch.bfloat16) if dtype == "bfloat16" else nullcontext()
-
-
-def sampled_scores(model, ids, attention_mask, sampled, temperature=1.0, fused=True, behind=None):
-    """log p(token | its context) and the entropy there, of some tokens: (logprob [P], entropy [P]), fp32, differentiable.
-
-    ids, attention_mask [B, T], padded on the right; sampled [B, T-1] bool: whether token t + 1 is wanted. Entry p of the results
-    belongs to the p-th True of `sampled`, in reading order. The hidden states are picked on their way into the head, so [B, T, V]
-    is never held. Nor is [P, V], where the logits are hidden x head and nothing else: fused=False is the plain twin, and what
-    models get that scale or cap their logits, or whose head is adapted. behind: as in `forward_inputs`.
-    """
-    import torch
-
-    from nanoragen.kernels.linear import linear_logprob_entropy
-    from nanoragen.kernels.logprob import logprob_entropy
-
-    fused = fused and head_is_all(model)
-    inputs, wanted = forward_inputs(model, ids, attention_mask, sampled, behind=behind)
-    targets, logits, hidden = ids[:, 1:][sampled], *_through_head(model, lambda x: x[wanted][None], run_head=not fused, **inputs)
-    if not fused:
-        return logprob_entropy(logits[0], targets, temperature=temperature)
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))  # as the head itself would have
-    head = model.get_output_embeddings()
-    return linear_logprob_entropy(hidden[0], head.weight, targets, bias=head.bias, temperature=temperature)
-
-
-def packs(model) -> bool:
-    """Whether episodes go in one row without padding: it uses flash-attn, and nothing in it carries a state from token to token."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    attends = kinds <= {"full_attention", "sliding_attention"} and not getattr(model, "_is_stateful", False)
-    return attends and getattr(model.config, "_attn_implementation", None) == "flash_attention_2"
-
-
-def forward_inputs(model, ids, attention_mask, sampled, packed=None, behind=None):
-    """(inputs, wanted): what to call a model with, and the mask that picks, from its hidden states, those before sampled tokens.
-
-    ids, attention_mask [B, T] and sampled [B, T-1] as in `sampled_scores`; hidden[wanted] is [P, D], in reading order. packed: the
-    episodes in one row [1, N] without padding, positions starting at 0 with each: so flash-attn's variable-length kernel is told
-    where one ends. None: where the model `packs`. behind(ids): inputs that run the rows behind what was run before
-    (nanoragen/policy/batches.py, passes). Without it padded rows that begin alike are run behind a common prefix, which is run here
-    (nanoragen/policy/prefix_cache.py).
-    """
-    import torch
-
-    from nanoragen.policy import prefix_cache
-
-    packed = packs(model) if packed is None else packed
-    wanted, real = torch.nn.functional.pad(sampled, (0, 1)), attention_mask.bool()
-    if behind:
-        inputs = behind(ids)
-        return inputs, wanted[:, -inputs["input_ids"].shape[1] :]
-    if not packed:
-        plain = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}, wanted
-        return prefix_cache.share(model, ids, wanted) or plain
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return {"input_ids": ids[real][None], "position_ids": positions[real][None], "use_cache": False}, wanted[real][None]
-
-
-def _through_head(model, pick, run_head=True, **inputs):
-    """(logits, hidden): a forward pass in which the head sees pick(hidden) in place of hidden; or nothing, if not run_head."""
-    picked = []
-
-    def before(head, args):
-        picked.append(pick(args[0]))
-        return (picked[0] if run_head else picked[0][:, :0],)
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(before)
-    try:
-        return model(**inputs).logits, picked[0]
-    finally:
-        hook.remove()
-
-
-def head_is_all(model) -> bool:
-    """Whether logits = hidden @ weight.T + bias, with nothing before or after: each model is asked once, on a few tokens."""
-    import torch
-
-    head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:  # an adapter's, a quantised one
-        return False
-    if model not in _HEAD_IS_ALL:
-        ids = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
-        with torch.no_grad(), torch.autocast(head.weight.device.type, enabled=False):
-            logits, hidden = _through_head(model, lambda x: x, input_ids=ids, use_cache=False)
-            _HEAD_IS_ALL[model] = torch.allclose(logits.float(), head(hidden).float(), rtol=1e-5, atol=1e-6, equal_nan=True)
-    return _HEAD_IS_ALL[model]

@@ -82,10 +82,10 @@ def _replaced(model, layer_for):
     """A tree of modules like the model's, of the same weights, with layer_for(adapted layer) in place of each adapted layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # the memo: weights are not copied
-    for name, layer in list(twin.named_modules()):
+    tree = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # the memo: weights are not copied
+    for name, layer in list(tree.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             parent, _, own = name.rpartition(".")
-            setattr(twin.get_submodule(parent), own, layer_for(layer))
-    del twin.lora_config
-    return twin.eval()
+            setattr(tree.get_submodule(parent), own, layer_for(layer))
+    del tree.lora_config
+    return tree.eval()

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from nanoragen.envs.base import MAX_REWARD, check_attributes
+from nanoragen.policy.support import kv_cache_unsupported, max_positions
 from nanoragen.rollout.chat import Chat, find_placeholders, parse_reply, reasoning_span
-from nanoragen.rollout.generation import CachedGenerator, UncachedGenerator, positions, sampling_mode, why_plain
+from nanoragen.rollout.generation import CachedGenerator, UncachedGenerator, sampling_mode
 from nanoragen.run import distributed
 from nanoragen.run.faults import containing, time_limit
 
@@ -126,7 +127,7 @@ def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progre
     if not len(envs) == len(seeds) == len(groups):
         raise ValueError(f"envs, seeds, groups: lengths {len(envs)}, {len(seeds)}, {len(groups)}; valid: all equal")
     chat, run, seen = Chat(tokenizer), int(torch.randint(2**62, ())), Counter()
-    max_context = min(sampling.max_context or math.inf, positions(model))
+    max_context = min(sampling.max_context or math.inf, max_positions(model))
     local, runners, prompts = set(distributed.share(list(dict.fromkeys(groups)))), {}, {}
     for place, (env, seed, group) in enumerate(zip(envs, seeds, groups)):
         seen[group] += 1
@@ -157,7 +158,7 @@ def _batches(runners, size: int) -> list[list]:
 def _play(runners, model, chat, sampling, progress, ended):
     """Play these episodes to their ends, turn by turn together."""
     runners = [r for r in runners if not r.over]
-    keep_cache = sampling.keep_cache and not why_plain(model)
+    keep_cache = sampling.keep_cache and not kv_cache_unsupported(model)
     generator = (CachedGenerator if keep_cache else UncachedGenerator)(model, chat, sampling, [r.episode.ids for r in runners])
     turn = 0
     while runners:

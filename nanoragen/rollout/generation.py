@@ -13,15 +13,13 @@ tokens. It gives `generate` the same ids and masks, and with them the keys and v
 Left out on purpose: new episodes that join a running batch, an attention kernel of our own. Shapes: B contexts, C columns.
 """
 
-import inspect
-import math
 from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
-from nanoragen.policy.prefix_cache import cache_name
+from nanoragen.policy.support import cache_argument
 from nanoragen.rollout.kv_cache import PreallocatedLayer, gather_columns
 from nanoragen.rollout.sampler import Sampler
 
@@ -87,12 +85,12 @@ class CachedGenerator(UncachedGenerator):
         number = {p: i for i, p in enumerate(prompts)}
         ids, mask = self._pad_left(prompts)
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        self.cache_name = cache_name(model)
+        self.cache_argument = cache_argument(model)
         cache = DynamicCache(config=model.config.get_text_config())
         cache.layers = [DynamicLayer() for _ in cache.layers]  # a sliding layer would drop what is behind its window
-        inputs = {key: tensor[:, :-1] for key, tensor in inputs.items()} | {self.cache_name: cache}
+        inputs = {key: tensor[:, :-1] for key, tensor in inputs.items()} | {self.cache_argument: cache}
         out = model(**inputs, use_cache=True, logits_to_keep=1)
-        self.cache = out[self.cache_name]
+        self.cache = out[self.cache_argument]
         self.row = [number[tuple(c)] for c in contexts]
         self.start = [ids.shape[1] - len(c) for c in contexts]
         self.cached = [len(c) - 1 for c in contexts]
@@ -108,7 +106,7 @@ class CachedGenerator(UncachedGenerator):
             enough = _EnoughFinished(torch.tensor(ends, device=ids.device), C + max_tokens - sampled)
             out, new, seen = self._generate(
                 turn, [uniforms[i][sampled:] for i in order[: len(ids)]], ids, mask,
-                stopping_criteria=[enough], **{self.cache_name: self.cache},
+                stopping_criteria=[enough], **{self.cache_argument: self.cache},
             )  # fmt: skip
             for row, i in enumerate(order[: len(ids)]):
                 self.replies[i] += new[row]
@@ -169,29 +167,6 @@ class _EnoughFinished:
         self.finished = torch.isin(input_ids[:, -1], self.end_ids) | self.finished
         enough = self.finished.sum() >= max(COMPACT_ROWS, COMPACT_FRACTION * len(input_ids))
         return self.finished | enough if self.last - input_ids.shape[1] >= COMPACT_COLUMNS else self.finished
-
-
-def positions(model) -> float:
-    """Tokens the model has positions for; infinity where it says nothing of it (BLOOM, Mamba)."""
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "max_seq_len")  # of most, by transformers' own renaming (n_positions, ...); of MPT
-    return next((limit for name in names if (limit := getattr(config, name, None))), math.inf)
-
-
-def why_plain(model) -> str:
-    """Why keys and values cannot be kept from turn to turn, so that every context is encoded anew; "" if they can. A line to print."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-    from nanoragen.policy.prefix_cache import cache_name
-
-    slow = f"rollouts encode every context anew each turn: {type(model).__name__}"
-    if cache_name(model) not in inspect.signature(model.forward).parameters:  # GPT-1
-        return f"{slow} takes no cache"
-    if getattr(model, "_is_stateful", False):
-        return f"{slow} carries a state from token to token"
-    layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config()).layers}
-    others = sorted(kind.__name__ for kind in layers - {DynamicLayer, DynamicSlidingWindowLayer})
-    return f"{slow} caches more than keys and values ({', '.join(others)})" if others else ""
 
 
 @contextmanager

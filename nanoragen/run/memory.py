@@ -10,7 +10,7 @@ In bytes, of P weights (float32), of which U are trained; s bytes a number in th
     critic       16 U with --algo ppo       a copy of what is trained, its gradients and moments
     KV cache     2 s L V C                  keys and values of C tokens: the episodes generated at a time, each as long as can be
     activations  (16 H + s (x H + 5 A + 4 I)) L N       N padded tokens of the largest micro-batch, and of the prompts that are
-                 run for it (nanoragen/policy/batches.py, passes); x = 2, under autocast 5
+                 run for it (nanoragen/policy/prefix_cache.py); x = 2, under autocast 5
                  with --gradient_checkpointing 4 H L N, and the layer that runs again: L = 1; prompts are in their rows
                  and 2 P under autocast, for weights in bfloat16
 
@@ -83,9 +83,9 @@ def device_bytes(device) -> int:
 
 def lines(model, tokenizer, c, env, sampling) -> list[str]:
     """The estimate of a run as a line of text, and a second one if the model's device has less."""
-    from nanoragen.rollout.generation import positions  # imports torch
+    from nanoragen.policy.support import max_positions  # imports torch
 
-    (tokens, prompt), device = longest(env, tokenizer, sampling, positions(model)), model.device
+    (tokens, prompt), device = longest(env, tokenizer, sampling, max_positions(model)), model.device
     compute = 2 if c.dtype == "bfloat16" or c.dtype == "auto" and device.type == "cuda" else 4
     weights, trained = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
     found, there = estimate(model.config, weights, trained, c, tokens, compute, prompt), device_bytes(device)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from fake_lean import fake_lean
+
 from nanoragen.envs import code, registry
 
 code.run = functools.cache(code.run)  # the same instances are played over and over, and the same program ends in the same way

@@ -18,14 +18,14 @@ import tempfile
 import time
 
 import pytest
-
 from disguises import BREAKING, CHEATS, FUNCTIONS, HUGE, TEMPLATES, disguises, fill
 from fake_lean import fake_lean
-from nanoragen.rollout.chat import parse_reply
+
 from nanoragen.envs import lean, math_judge
 from nanoragen.envs.code import Code
 from nanoragen.envs.code_data import own_tasks
 from nanoragen.envs.registry import make
+from nanoragen.rollout.chat import parse_reply
 
 FOUND = {}  # grader -> [answers, wrong ones, seconds, the longest]
 SEEN = []  # what an audit hook saw while a grader was judging

@@ -16,11 +16,11 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playable import make, options
 
 from nanoragen.envs import registry
 from nanoragen.envs.base import CHARSET, EVAL_SEEDS, TRAIN_SEEDS, WARMUP_SEEDS, eval_seeds, train_seeds
 from nanoragen.envs.registry import env_class, names
-from playable import make, options
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = pytest.mark.parametrize("name", names())

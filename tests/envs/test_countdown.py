@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanoragen.envs.countdown as module
-from nanoragen.rollout.chat import parse_reply
 from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS
 from nanoragen.envs.countdown import MAX_LENGTH, MAX_OPEN, Countdown, evaluate, makes
+from nanoragen.rollout.chat import parse_reply
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 

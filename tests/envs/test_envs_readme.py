@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from gymnasium.utils.env_checker import check_env
+from playable import make
 
 import nanoragen.envs.registry as registry
 from nanoragen.envs.base import TextEnv
 from nanoragen.envs.registry import names
-from playable import make
 
 README = (Path(__file__).resolve().parents[2] / "envs" / "README.md").read_text(encoding="utf-8")
 (CODE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

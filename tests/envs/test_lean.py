@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 import pytest
-
 from fake_lean import TROUBLE, fake_lean
+
 from nanoragen.envs import lean
 from nanoragen.envs.base import TRAIN_SEEDS
 from nanoragen.envs.data import read_rows

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from nanoragen.rollout.chat import parse_reply
 from nanoragen.envs import math_judge, math_qa
 from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS
 from nanoragen.envs.math_qa import THINGS, MathQA, question_and_answer
+from nanoragen.rollout.chat import parse_reply
 
 GSM8K = {"question": "Ann has 40 pens and gets 2. How many?", "answer": "40 + 2 = <<40+2=42>>42 pens.\n#### 1,042"}
 META = {

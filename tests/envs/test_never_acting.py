@@ -4,11 +4,11 @@ import functools
 
 import numpy as np
 import pytest
-
 from helpers import byte_tokenizer, play, script, tiny_model
+from playable import make
+
 from nanoragen.envs.registry import names
 from nanoragen.rollout.episodes import Sampling, rollout
-from playable import make
 
 TOKENIZER = byte_tokenizer()
 MODEL = tiny_model(TOKENIZER, positions=8192)  # never asked: the script answers in its place

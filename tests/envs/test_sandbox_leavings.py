@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from test_sandbox import PATIENT, ROOT, SMALL, alive, children, cleanly, count_from_here, tries, word  # noqa: F401 (a fixture)
 
 from nanoragen.envs import sandbox
 from nanoragen.envs.sandbox import run
-from test_sandbox import PATIENT, ROOT, SMALL, alive, children, cleanly, count_from_here, tries, word  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are run on Linux only")
 

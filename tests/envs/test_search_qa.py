@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("bm25s")
 
-from nanoragen.rollout.chat import parse_reply  # noqa: E402
 from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS  # noqa: E402
 from nanoragen.envs.retrieval import Index, parse_action  # noqa: E402
 from nanoragen.envs.search_corpus import PROVINCES, Question, generated  # noqa: E402
 from nanoragen.envs.search_qa import SearchQA, exact, f1  # noqa: E402
+from nanoragen.rollout.chat import parse_reply  # noqa: E402
 
 
 def asked(*answers, score="em"):

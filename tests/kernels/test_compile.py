@@ -3,7 +3,6 @@ often it would be asked to compile, whatever lengths come."""
 
 import pytest
 import torch
-
 from backends import Recorder
 
 from nanoragen.kernels import advantage, cross, linear, logprob, policy

@@ -10,6 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from nanoragen.envs.base import TextEnv
+from nanoragen.policy.batches import Batch
+from nanoragen.policy.prefix_cache import prefix_cache
+from nanoragen.policy.scoring import micro_batch, token_logprobs
 
 SPECIAL = ["<|pad|>", "<|start|>", "<|end|>", "<s>", "</s>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -170,3 +173,16 @@ def moments(folder):
     """The optimiser's tensors in a checkpoint, by parameter and name."""
     state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
     return {f"{i} {k}": v for i, part in state.items() for k, v in part.items()}
+
+
+def batch_of(ids, attention_mask, sampled):
+    """A Batch of these ids [B, T]; sampled [B, T-1] bool: whether id t + 1 was."""
+    mask = torch.nn.functional.pad(sampled, (1, 0))
+    return Batch(ids, attention_mask, mask, mask.long() - 1)
+
+
+def score(model, batch, rows=None, temperature=1.0, fused=True):
+    """(logprob [P], entropy [P]) of the sampled tokens of some rows in one micro-batch with a prefix of its own, not cut off."""
+    rows = torch.arange(len(batch.ids)) if rows is None else rows
+    prefix = prefix_cache(model, batch, rows, "float32", detach=False)
+    return token_logprobs(model, micro_batch(model, batch, rows, prefix), temperature, fused)

@@ -47,7 +47,7 @@ def config(micro_batch=3, **more):
     )
 
 
-OURS = train.score, train.token_weight, train.policy_loss
+OURS = train.token_weight, train.policy_loss
 
 
 def measured(model, reference, episodes, rewards, ids, c=None):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanoragen.policy.batches import make_batch, micro_batches
+from nanoragen.policy.batches import make_batch, split_by_length
 from nanoragen.rollout.episodes import Episode, Turn
 
 
@@ -56,25 +56,25 @@ def test_an_episode_without_a_turn():
     assert not batch.mask[0].any() and (batch.turn[0] == -1).all() and batch.attention_mask[0].sum() == 3
 
 
-def test_micro_batches():
+def test_split_by_length():
     lengths = [5, 9, 3, 7, 9]
     batch = make_batch([episode((1, n)) for n in lengths], pad_id=0)
-    parts = micro_batches(batch, torch.tensor([0, 1, 2, 4]), 3)  # without row 3
+    parts = split_by_length(batch, torch.tensor([0, 1, 2, 4]), 3)  # without row 3
     assert [p.tolist() for p in parts] == [[1, 4, 0], [2]]
-    assert [p.tolist() for p in micro_batches(batch, torch.arange(5), 100)] == [[1, 4, 3, 0, 2]]
+    assert [p.tolist() for p in split_by_length(batch, torch.arange(5), 100)] == [[1, 4, 3, 0, 2]]
     with pytest.raises(ValueError, match="micro_batch"):
-        micro_batches(batch, torch.arange(5), 0)
+        split_by_length(batch, torch.arange(5), 0)
 
 
-def test_micro_batches_by_tokens_hold_as_many_rows_as_fit():
+def test_split_by_length_by_tokens_hold_as_many_rows_as_fit():
     lengths = [5, 9, 3, 7, 9, 4]
     batch, rows = make_batch([episode((1, n)) for n in lengths], pad_id=0), torch.arange(6)
-    cut = lambda *limits: [p.tolist() for p in micro_batches(batch, rows, *limits)]
+    cut = lambda *limits: [p.tolist() for p in split_by_length(batch, rows, *limits)]
     assert cut(100, 18) == [[1, 4], [3, 0], [5, 2]]  # 2 x 9, 2 x 7 (3 x 7 is too many), 2 x 4
     assert cut(100, 21) == [[1, 4], [3, 0, 5], [2]]
     assert cut(1, 18) == [[1], [4], [3], [0], [5], [2]]  # both limits apply
     assert cut(100, 1) == [[1], [4], [3], [0], [5], [2]]  # an episode is never cut, nor left out
     assert cut(4, 10**9) == cut(4) == [[1, 4, 3, 0], [5, 2]]
-    assert micro_batches(batch, rows[:0], 4, 18) == []
-    shuffled = micro_batches(batch, torch.tensor([2, 5, 1]), 100, 13)
+    assert split_by_length(batch, rows[:0], 4, 18) == []
+    shuffled = split_by_length(batch, torch.tensor([2, 5, 1]), 100, 13)
     assert [p.tolist() for p in shuffled] == [[1], [5, 2]]

@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import Ladder, byte_tokenizer, saved_model, tiny_model
+from helpers import Ladder, batch_of, byte_tokenizer, saved_model, score, tiny_model
 from transformers import AutoModelForCausalLM
 
 import train
-from nanoragen.policy import loading
+from nanoragen.policy import loading, support
 from nanoragen.rollout.episodes import Sampling, rollout
 from nanoragen.run import settings
 
@@ -187,26 +187,26 @@ def test_a_model_that_reads_padding_as_text_is_refused(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2", "jamba", "falcon_h1", "bamba", "lfm2", "gpt1"])
-def test_a_model_with_a_state_that_heeds_its_mask_is_let_in(kind):
+def test_a_model_with_a_state_that_respects_its_mask_is_let_in(kind):
     asked, model = [], stateful(kind).eval()
     model.register_forward_pre_hook(lambda *_: asked.append(1))
-    assert loading.heeds_its_mask(model) and asked
+    assert support.respects_attention_mask(model) and asked
     with torch.no_grad():  # broken weights are the rollout's to report
         model.get_output_embeddings().weight[200] = float("nan")  # of a token that is not among those asked with
-    assert loading.heeds_its_mask(model)
+    assert support.respects_attention_mask(model)
 
 
 def test_ordinary_models_are_not_asked_for_their_padding():
     model = tiny_model(byte_tokenizer())
     model.register_forward_pre_hook(lambda *_: pytest.fail("it was run"))
-    assert loading.heeds_its_mask(model)
+    assert support.respects_attention_mask(model)
 
 
 def test_to_lack_memory_is_no_answer_to_the_question_for_padding(monkeypatch):
     model = stateful("mamba")
     model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator: can't allocate memory")))
     with pytest.raises(RuntimeError, match="can't allocate"):
-        loading.heeds_its_mask(model)
+        support.respects_attention_mask(model)
 
 
 def test_reference_is_a_frozen_copy():
@@ -236,13 +236,13 @@ def counted(model, monkeypatch):
 def gradients_of_scores(model, seed=0):
     torch.manual_seed(seed)
     ids, sampled = torch.randint(5, 60, (3, 9)), torch.ones(3, 8, dtype=torch.bool)
-    logprob, entropy = loading.sampled_scores(model, ids, torch.ones_like(ids), sampled)
+    logprob, entropy = score(model, batch_of(ids, torch.ones_like(ids), sampled))
     return torch.autograd.grad(logprob.sum() + 0.1 * entropy.sum(), list(model.parameters()))
 
 
 def test_checkpointed_layers_run_twice_keep_less_and_give_the_same_gradient(monkeypatch):
     model = tiny_model(byte_tokenizer(), dropout=0.5)  # in evaluation mode: there is none
-    loading.head_is_all(model)
+    support.lm_head_is_linear(model)
     kept = []
 
     def gradient():

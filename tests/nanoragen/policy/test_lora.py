@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import byte_tokenizer, tiny_model
+from helpers import batch_of, byte_tokenizer, score, tiny_model
 from transformers import AutoModelForCausalLM
 
-from nanoragen.policy import loading, lora
+from nanoragen.policy import loading, lora, support
 from nanoragen.run import checkpoint
 from train import Config, check
 
@@ -48,7 +48,7 @@ def test_adapters_sit_on_every_linear_layer_but_the_head_and_change_nothing_at_f
     linear = {n for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     assert names == linear and len(linear) == 2 * 7
     assert all(".lora_" in n for n, p in model.named_parameters() if p.requires_grad)
-    assert loading.head_is_all(model) and not any(m.training for m in model.modules())
+    assert support.lm_head_is_linear(model) and not any(m.training for m in model.modules())
 
 
 def test_scores_and_their_gradient_are_those_of_the_merged_weights(adapted):
@@ -58,7 +58,7 @@ def test_scores_and_their_gradient_are_those_of_the_merged_weights(adapted):
     plain.load_state_dict(merged_by_hand(model, before), strict=False)
     sampled = torch.ones(1, 5, dtype=torch.bool)
     for m, fused in ((plain, False), (model, True)):
-        logprob, entropy = loading.sampled_scores(m, IDS, torch.ones_like(IDS), sampled, fused=fused)
+        logprob, entropy = score(m, batch_of(IDS, torch.ones_like(IDS), sampled), fused=fused)
         (logprob.sum() + 0.3 * entropy.sum()).backward()
     torch.testing.assert_close(model(IDS).logits.double(), plain(IDS).logits, atol=1e-4, rtol=1e-4)
     gradient, parts = {n: p.grad for n, p in plain.named_parameters()}, dict(model.named_parameters())

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FALLS_BACK, MODELS
-from helpers import byte_tokenizer, tiny_model
+from helpers import byte_tokenizer, score, tiny_model
 
-import train
 from nanoragen.learning.critic import Critic
-from nanoragen.policy import loading, lora, prefix_cache
-from nanoragen.policy.batches import make_batch, passes
+from nanoragen.policy import loading, lora, support
+from nanoragen.policy import prefix_cache as prefixes
+from nanoragen.policy.batches import make_batch
+from nanoragen.policy.scoring import micro_batch, micro_batches, token_logprobs
 from nanoragen.rollout.episodes import Episode
 
 KINDS = ["llama", "llama-eager", "qwen2", "gpt2", "phi", "mistral"]
@@ -88,15 +89,14 @@ def close(found, want, tolerance):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """P of each call of `share`, 0 where the rows were run in full."""
-    seen, share = [], prefix_cache.share
+    """P of each prefix that was asked for, 0 where the rows were run in full."""
+    seen, length = [], prefixes.prefix_length
 
-    def noting(model, ids, wanted):
-        found = share(model, ids, wanted)
-        seen.append(found and ids.shape[1] - found[1].shape[1] or 0)
-        return found
+    def noting(*args):
+        seen.append(length(*args))
+        return seen[-1]
 
-    monkeypatch.setattr(prefix_cache, "share", noting)
+    monkeypatch.setattr(prefixes, "prefix_length", noting)
     return seen
 
 
@@ -107,7 +107,7 @@ def test_scores_and_gradient_are_those_of_each_row_alone(kind, case, shared):
     batch = make_batch(episodes, 0)
     exact = 1e-6 if kind == "llama-eager" else 1e-10  # its softmax goes by float32
     for m, tolerance in ((model, exact), (copy.deepcopy(model).float(), 1e-5)):
-        found = torch.stack(train.score(m, batch, torch.arange(len(episodes)), 0.7)[:2])
+        found = torch.stack(score(m, batch, torch.arange(len(episodes)), 0.7))
         want = by_row(model, batch, 0.7)
         assert shared.pop() == P
         assert close(found, want, tolerance) and close(gradient(found, m), gradient(want, model), tolerance)
@@ -120,7 +120,7 @@ def test_the_split_and_the_order_of_rows_change_nothing(dtype, tolerance, shared
     for order, size in ((torch.arange(12), 12), (torch.randperm(12), 12), (torch.randperm(12), 5), (torch.arange(12), 1)):
         table = torch.zeros(12, 2, batch.ids.shape[1], dtype=dtype)
         for rows in order.split(size):
-            row, (b, t) = train.score(model, batch, rows, 1.0), batch.mask[rows].nonzero().unbind(1)
+            row, (b, t) = score(model, batch, rows, 1.0), batch.mask[rows].nonzero().unbind(1)
             for n in (0, 1):
                 table = table.index_put((rows[b], torch.tensor(n), t), row[n].to(dtype))
         found = table, gradient(table.flatten(1), model)
@@ -134,10 +134,10 @@ def test_the_critics_values_and_their_gradient(shared):
     critic, batch = Critic(model, 1e-3, lambda n: 1.0), make_batch(episodes, 0)
     critic.head.double()
     torch.nn.init.normal_(critic.head.weight)
-    found, want = critic.score(batch, torch.arange(12)), []
-    for r in range(12):
-        want.append(critic.score(batch, torch.tensor([r])))
-    want = torch.cat(want)
+    value = lambda rows: critic.value(
+        micro_batch(critic.trunk, batch, rows, prefixes.prefix_cache(critic.trunk, batch, rows, "float32", detach=False))
+    )
+    found, want = value(torch.arange(12)), torch.cat([value(torch.tensor([r])) for r in range(12)])
     assert shared == [P] + [0] * 12 and close(found, want, 1e-6)  # values are float32
     weight = torch.randn(len(found))
     grads = [torch.cat([g.flatten() for g in torch.autograd.grad((weight * x).sum(), critic.parameters)]) for x in (found, want)]
@@ -147,17 +147,17 @@ def test_the_critics_values_and_their_gradient(shared):
 def test_adapters(shared):
     model, (episodes, P) = adapted("qwen2"), CASES["groups of one instruction"]
     batch = make_batch(episodes, 0)
-    found, want = torch.stack(train.score(model, batch, torch.arange(12), 1.3)[:2]), by_row(model, batch, 1.3)
+    found, want = torch.stack(score(model, batch, torch.arange(12), 1.3)), by_row(model, batch, 1.3)
     assert shared == [P] and close(found, want, 1e-10) and close(gradient(found, model), gradient(want, model), 1e-10)
 
 
 def test_each_beginning_is_run_once():
     model, (episodes, P) = tiny_model(byte_tokenizer()), CASES["groups of one instruction"]
     batch, rows = make_batch(episodes, 0), torch.arange(12)
-    train.score(model, batch, rows, 1.0)  # asked whether it can, once
+    score(model, batch, rows, 1.0)  # asked whether it can, once
     seen = []
     model.base_model.layers[1].mlp.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))
-    train.score(model, batch, rows, 1.0)
+    score(model, batch, rows, 1.0)
     assert seen == [(3, P), (12, batch.ids.shape[1] - P)]
 
 
@@ -168,7 +168,7 @@ def test_a_shared_prefix_is_as_long_as_pays():
     for prompts, P in ((4, 12), (2, 19)):
         ids = torch.tensor([prompt_of(12, 8, r % prompts) + [7] * 10 for r in range(8)])
         for order in (torch.arange(8), torch.randperm(8)):
-            assert prefix_cache.share(model, ids[order], sampled.roll(-1, 1))[1].shape[1] == 30 - P
+            assert prefixes.prefix_length(model, ids[order], sampled.roll(-1, 1)) == P
 
 
 def test_short_prefixes_are_not_shared():
@@ -177,19 +177,18 @@ def test_short_prefixes_are_not_shared():
     wanted[:, 20:] = True
     for P in range(1, 20):
         ids[:, :P] = ids[0, :P].clone()
-        found, more = prefix_cache.share(model, ids, wanted), 3 * P >= prefix_cache.PAYS * 4 * 50
-        assert (found is not None) == more and (not more or found[0]["input_ids"].shape[1] == 50 - P)
-    assert prefix_cache.share(model, ids, wanted | True) is None and prefix_cache.share(model, ids[:0], wanted[:0]) is None
+        assert prefixes.prefix_length(model, ids, wanted) == (P if 3 * P >= prefixes.MIN_SAVED * 4 * 50 else 0)
+    assert prefixes.prefix_length(model, ids, wanted | True) == prefixes.prefix_length(model, ids[:0], wanted[:0]) == 0
 
 
 def test_layers_that_run_twice_do_not_share(shared):
     model, (episodes, P) = tiny_model(byte_tokenizer()), CASES["one group"]
     batch, rows = make_batch(episodes, 0), torch.arange(5)
-    want = gradient(torch.stack(train.score(model, batch, rows, 1.0)[:2]), model)
+    want = gradient(torch.stack(score(model, batch, rows, 1.0)), model)
     loading.checkpoint_activations(model)
-    twin = copy.deepcopy(model)
-    for m in (model, twin):
-        assert close(gradient(torch.stack(train.score(m, batch, rows, 1.0)[:2]), m), want, 1e-5)
+    copied = copy.deepcopy(model)
+    for m in (model, copied):
+        assert close(gradient(torch.stack(score(m, batch, rows, 1.0)), m), want, 1e-5)
     assert shared == [P, 0, 0]
 
 
@@ -198,7 +197,7 @@ def test_other_models_share_or_are_run_in_full(kind, shared):
     """What the cross matrix cannot run may well be run here: no mask, no positions and no head of our own."""
     torch.manual_seed(0)
     model, (episodes, P) = FALLS_BACK[kind][0]().eval(), CASES["one group"]
-    found = torch.stack(train.score(model, make_batch(episodes, 0), torch.arange(5), 1.0)[:2])
+    found = torch.stack(score(model, make_batch(episodes, 0), torch.arange(5), 1.0))
     assert shared == [0 if kind in ("mistral", "gpt-neo", "longrope") else P]
     if kind != "longrope":  # there a row's numbers depend on the longest beside it
         assert close(found, by_row(model, make_batch(episodes, 0), 1.0), 1e-5)
@@ -213,7 +212,7 @@ def test_to_lack_memory_is_not_to_differ(error):
         raise error
 
     with pytest.raises(type(error)):
-        prefix_cache.same(fails, lambda: torch.zeros(1))
+        support.close_to(fails, lambda: torch.zeros(1))
 
 
 @pytest.mark.parametrize("fault", ["positions start again", "the cache is left out", "an error"])
@@ -222,7 +221,7 @@ def test_a_model_that_gives_other_numbers_with_a_cache_is_run_in_full(fault, sha
     batch, asked = make_batch(episodes, 0), []
 
     def wrong(module, args, kwargs):
-        name = prefix_cache.cache_name(module)
+        name = support.cache_argument(module)
         if kwargs.get(name) and kwargs[name].get_seq_length():
             asked.append(1)
             if fault == "an error":
@@ -233,7 +232,7 @@ def test_a_model_that_gives_other_numbers_with_a_cache_is_run_in_full(fault, sha
 
     model.base_model.register_forward_pre_hook(wrong, with_kwargs=True)
     for _ in range(2):
-        found = torch.stack(train.score(model, batch, torch.arange(12), 1.0)[:2])
+        found = torch.stack(score(model, batch, torch.arange(12), 1.0))
         assert close(found, by_row(model, batch, 1.0), 1e-10)
     assert shared == [0, 0] and len(asked) == 1
 
@@ -251,16 +250,16 @@ def summed(model, batch, rows, c):
     dtype = next(model.parameters()).dtype
     weight = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     table, seen, shared = torch.zeros(2, *batch.ids.shape, dtype=dtype), [], 0
-    for micro, behind in passes(model, batch, rows, c):
+    for micro in micro_batches(model, batch, rows, c):
         with loading.autocast("cpu", c.dtype):
-            logprob, entropy, _ = train.score(model, batch, micro, 0.7, behind)
-        at = batch.mask[micro]
-        ((logprob + entropy) * weight[micro][at]).sum().backward()
+            logprob, entropy = token_logprobs(model, micro, 0.7)
+        ((logprob + entropy) * micro.pick(weight)).sum().backward()
+        micro.finish_prefix()
         for n, x in enumerate((logprob, entropy)):
-            part = table[n][micro]
-            part[at] = x.detach().to(dtype)
-            table[n][micro] = part
-        seen, shared = seen + micro.tolist(), shared + (behind is not None)
+            part = table[n][micro.rows]
+            part[micro.mask] = x.detach().to(dtype)
+            table[n][micro.rows] = part
+        seen, shared = seen + micro.rows.tolist(), shared + (micro.prefix is not None)
     assert sorted(seen) == sorted(rows.tolist())
     return table, torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]), shared
 
@@ -330,9 +329,9 @@ def test_without_gradient_nothing_is_kept_and_where_it_cannot_be_shared_nothing_
     model, (episodes, _) = model_of("qwen2"), CASES["one group"]
     batch, rows = make_batch(episodes, 0), torch.arange(5)
     with torch.no_grad():
-        for micro, behind in passes(model, batch, rows, limits(2, 0)):
-            keys = behind(batch.select(micro).ids)[prefix_cache.cache_name(model)].layers[0].keys
-            assert not keys.requires_grad and keys.shape[0] == len(micro)
+        for micro in micro_batches(model, batch, rows, limits(2, 0)):
+            keys = micro.inputs[support.cache_argument(model)].layers[0].keys
+            assert not keys.requires_grad and keys.shape[0] == len(micro.rows)
     loading.checkpoint_activations(model)
-    assert [behind for _, behind in passes(model, batch, rows, limits(2, 0))] == [None] * 3
-    assert list(passes(model, batch, rows[:0], limits(2, 0))) == []
+    assert [micro.prefix for micro in micro_batches(model, batch, rows, limits(2, 0))] == [None] * 3
+    assert list(micro_batches(model, batch, rows[:0], limits(2, 0))) == []

@@ -10,9 +10,10 @@ import pytest
 import torch
 from helpers import byte_tokenizer, tiny_model
 
+from nanoragen.policy.support import kv_cache_unsupported, max_positions
 from nanoragen.rollout import generation
 from nanoragen.rollout.episodes import Sampling
-from nanoragen.rollout.generation import CachedGenerator, UncachedGenerator, positions, sampling_mode, why_plain
+from nanoragen.rollout.generation import CachedGenerator, UncachedGenerator, sampling_mode
 
 TOKENIZER = byte_tokenizer()
 V = len(TOKENIZER)
@@ -122,7 +123,7 @@ def windowed(kind, window):
 def test_a_window_keeps_the_cache(kind, window, evict_always):
     """Contexts here have 3 to over 50 tokens: far beyond the shorter window, and never as many as the longer."""
     model, ids = windowed(kind, window), torch.arange(40)[None]
-    assert not why_plain(model)
+    assert not kv_cache_unsupported(model)
     other = windowed(kind, 19)(ids).logits
     assert not torch.allclose(model(ids).logits, other, atol=0.01)  # a window is seen
     lengths, calls = both(model, EVERY_FIFTH, 9)
@@ -136,10 +137,10 @@ def test_models_without_keys_and_values_of_all_layers_say_so():
     mamba = MambaForCausalLM(MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1))
     config = Lfm2Config(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
                         num_key_value_heads=1, layer_types=["conv", "full_attention"])  # fmt: skip
-    said = [why_plain(model) for model in (tiny_model(TOKENIZER, "gpt1"), mamba, Lfm2ForCausalLM(config))]
+    said = [kv_cache_unsupported(model) for model in (tiny_model(TOKENIZER, "gpt1"), mamba, Lfm2ForCausalLM(config))]
     for line, holds in zip(said, ("OpenAIGPTLMHeadModel takes no cache", "Mamba", "Lfm2ForCausalLM caches more")):
         assert line.startswith("rollouts encode every context anew") and holds in line and "\n" not in line
-    assert not any(why_plain(model_of(kind)) for kind in ("qwen2", "gpt2", "llama", "gpt_neox"))
+    assert not any(kv_cache_unsupported(model_of(kind)) for kind in ("qwen2", "gpt2", "llama", "gpt_neox"))
 
 
 def test_positions_are_found_under_every_name():
@@ -152,7 +153,7 @@ def test_positions_are_found_under_every_name():
         (BloomConfig(), float("inf")),
         (MambaConfig(), float("inf")),
     ):
-        assert positions(SimpleNamespace(config=config)) == want
+        assert max_positions(SimpleNamespace(config=config)) == want
 
 
 def test_nobody_leaves_and_the_rows_change_places(evict_always):
