@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoragen.run import stops
+from nanoragen.run.memory import out_of_memory
 
 if __name__ == "__main__":
     stops.leave_on_signals()  # no traceback: nothing is lost
@@ -67,34 +68,29 @@ def run(c: Config):
     from nanoragen.evaluate import evaluate
     from nanoragen.policy import loading
     from nanoragen.policy.support import kv_cache_unsupported, max_positions
-    from nanoragen.rollout.episodes import Sampling
-    from nanoragen.run import metrics
+    from nanoragen.rollout.episodes import sampling_of
+    from nanoragen.run import log
 
     torch.manual_seed(c.seed)
     model, tokenizer = loading.load(c.model, device=c.device) if c.policy == "model" else (None, None)
     check_context(c, max_positions(model) if model else math.inf)
     if model and (slow := kv_cache_unsupported(model)):
         print(slow)
-    sampling = Sampling(
-        temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
-        max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
-        format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None,
-    )  # fmt: skip
     with (
         loading.autocast(model.device if model else "cpu", c.dtype if model else "float32"),
         tqdm(total=c.episodes * c.samples, unit="episode", disable=None, leave=False) as bar,  # on a terminal only
     ):
         found, episodes = evaluate(
-            model, tokenizer, c.env, eval_seeds(c.episodes), sampling, env_options=env_options(c),
+            model, tokenizer, c.env, eval_seeds(c.episodes), sampling_of(c), env_options=env_options(c),
             samples=c.samples, policy=c.policy, seed=c.seed, diagnose=True, progress=bar.set_description_str, ended=bar.update,
         )  # fmt: skip
-    metrics.Lines(out).write(metrics.episode_record(e) for e in episodes)
+    log.Lines(out).write(log.episode_record(e) for e in episodes)
     for episode in episodes[: c.show]:
         print(readable(episode), end="\n\n")
     print(table(found, c))
     print(f"{'episodes in':22}{out}")
     if c.json:
-        print(metrics.dumps(found))
+        print(log.dumps(found))
 
 
 def readable(episode) -> str:
@@ -141,7 +137,7 @@ def main(argv=None):
     except (ValueError, FloatingPointError) as e:
         cli.fail("eval.py", e)
     except (RuntimeError, MemoryError) as e:
-        if not stops.out_of_memory(e):
+        if not out_of_memory(e):
             raise
         cli.fail("eval.py", f"out of memory ({e}); lower --rollout_batch (now {c.rollout_batch}; 0: all), or --max_tokens")
 

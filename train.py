@@ -20,10 +20,8 @@ term nor an algorithm's own. Shapes: G groups, K episodes a group, B = G*K episo
 """
 
 import math
-import shlex
 import sys
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -35,7 +33,9 @@ if __name__ == "__main__":
 
 from nanoragen.run import cli, distributed
 from nanoragen.run.folder import release_locks, resumed, run_folder
-from nanoragen.run.settings import MAX_REWARD, RAGEN_FILTER, PlaySettings, check, check_context, env_flags, env_options, section
+from nanoragen.run.memory import out_of_memory
+from nanoragen.run.session import session
+from nanoragen.run.settings import MAX_REWARD, RAGEN_FILTER, PlaySettings, check, check_context, env_options, section
 
 # All that the algorithms differ in. Every column is a setting of its own too, and one that is given wins over the table:
 # --algo grpo --aggregation token_mean. baseline, scale, credit: nanoragen/learning/advantages.py; aggregation: token_weight, below;
@@ -274,230 +274,108 @@ def update(model, optimizer, scheduler, batch, advantage, kept_rows, ref_logprob
 
 
 def run(c: Config, model, tokenizer, out: Path, saved: Path | None = None):
-    """`train`, with Ctrl-C, SIGTERM and SIGHUP answered at the end of a step: it is saved, and the run can be resumed."""
-    from tqdm import tqdm
-
-    look = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "disable": distributed.rank() > 0}
-    # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
-    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:
-        try:
-            return train(c, model, tokenizer, out, saved, stop, bar)
-        except Exception as e:
-            why = stops.reason(e, bar.desc, c)
-            if why is None:
-                raise
-            raise stops.CannotGoOn(f"{why}; {stops.how_to_go_on(out)}") from e
-        except SystemExit:
-            if stop.left:
-                bar.write(f"ended at once by {stop.left} in {bar.desc or 'the start'}; {stops.how_to_go_on(out)}")
-            raise
+    """`train` with all that surrounds it: signals, files, checkpoints, evaluations. saved: the checkpoint that the model comes from."""
+    with session(c, out, saved) as s:
+        return train(c, model, tokenizer, s)
 
 
-def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar):
-    """Train a loaded model; files go to the folder `out`. Returns the last line of the log as a dict.
+def train(c: Config, model, tokenizer, session):
+    """Train a loaded model; returns the last line of the log. session: nanoragen/run/session.py.
 
-    saved: the checkpoint that the model comes from, to go on exactly where it stood. On a CPU every number of the run is
-    then the one it would have been without the stop: weights, moments, random states, log.
+    On a CPU every number of a resumed run is the one it would have been without the stop: weights, moments, random states, log.
     """
     import numpy as np
     import torch
 
-    from nanoragen.collapse import estimator
-    from nanoragen.envs.base import eval_seeds, train_seeds
+    from nanoragen.collapse.monitor import Monitor
+    from nanoragen.envs.base import train_seeds
     from nanoragen.envs.registry import make
-    from nanoragen.evaluate import evaluate
+    from nanoragen.evaluate import held_out
     from nanoragen.learning import advantages, gradients
     from nanoragen.learning.critic import Critic
-    from nanoragen.policy import loading
+    from nanoragen.policy import loading, lora
     from nanoragen.policy.batches import make_batch
     from nanoragen.policy.support import kv_cache_unsupported
-    from nanoragen.report.page import Report, cross_record
-    from nanoragen.rollout.episodes import Sampling, rollout
-    from nanoragen.run import checkpoint, faults, memory, metrics
-    from nanoragen.run.metrics import interval, scores
+    from nanoragen.report.page import Report
+    from nanoragen.rollout.episodes import longest_episode, rollout, sampling_of
+    from nanoragen.run import memory
+    from nanoragen.run.metrics import rollout_metrics
 
     torch.manual_seed(c.seed)
-    options = env_options(c)
-    envs = [make(c.env, **options) for _ in range(c.groups * c.group_size)]
-    start_model = loading.load_policy(c, device=model.device)[0] if saved and c.beta > 0 and not c.lora else model
+    envs = [make(c.env, **env_options(c)) for _ in range(c.groups * c.group_size)]
+    groups = [g for g in range(c.groups) for _ in range(c.group_size)]
+    start_model = loading.load_policy(c, device=model.device)[0] if session.saved and c.beta > 0 and not c.lora else model
     reference = loading.reference(start_model) if c.beta > 0 else None  # the KL is to the start of the run, also after a resume
     trained = [p for p in model.parameters() if p.requires_grad]  # all, or the adapters
     optimizer = torch.optim.AdamW(trained, lr=c.lr, betas=(0.9, 0.99), weight_decay=c.weight_decay)
-    updates = c.steps * c.epochs * c.minibatches
-    schedule = partial(learning_rate, updates=updates, c=c)
+    schedule = partial(learning_rate, updates=c.steps * c.epochs * c.minibatches, c=c)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     critic = Critic(model, c.critic_lr, schedule, c.weight_decay) if c.baseline == "critic" else None
     if c.aggregation == "seq_mean_token_sum_norm":
         c = replace(c, loss_length=c.loss_length or c.max_tokens * (c.max_turns or envs[0].max_turns))
-    sampling = Sampling(
-        temperature=c.temperature, max_tokens=c.max_tokens, max_turns=c.max_turns or None,
-        max_actions_per_turn=c.max_actions_per_turn or None, max_context=c.max_context or None,
-        format_penalty=c.format_penalty, rollout_batch=c.rollout_batch or None, contain_faults=True,
-        env_timeout=c.env_timeout or None,
+    sampling, monitor, line = sampling_of(c, contain_faults=True, env_timeout=c.env_timeout or None), Monitor(), {}
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}"
+    needs = memory.lines(model, c, *longest_episode(model, tokenizer, envs[0], sampling))
+    session.begin(
+        c, Report(session.out), monitor, partial(held_out, c, model, tokenizer, sampling),
+        (model, tokenizer, partial(lora.save, model)),
+        [f"{c.env}: {c.model}, {size}; files in {session.out}", *needs, kv_cache_unsupported(model)],
+        optimizer, scheduler, critic,
     )  # fmt: skip
-    history, before, measured, regime, ema, done = [], None, [], "", estimator.Ema(), 0
-    if saved:
-        state = checkpoint.restore(saved, optimizer, scheduler, critic)
-        before, measured, regime, done = state["before"], state["measured"], state["regime"], state["step"]
-        ema.load_state_dict(state["ema"])
-        history = distributed.on_first(lambda: metrics.rewind(out, done))
-    if distributed.rank() == 0:
-        log = metrics.Log(out, asdict(replace(c, resume="")), trackers=c.log)
-        cross, page = metrics.Lines(out / "cross.jsonl"), Report(out)
-    else:
-        log = cross = page = distributed.Silent()
-    groups = [g for g in range(c.groups) for _ in range(c.group_size)]
-    bar.initial = bar.n = done
-    say, phase = bar.write, lambda text: bar.set_description_str(text)
-    say(f"{c.env}: {c.model}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}; files in {out}")
-    for text in memory.lines(model, tokenizer, c, envs[0], sampling):
-        say(text)
-    if slow := kv_cache_unsupported(model):
-        say(slow)
-
-    def held_out(n, label):
-        phase(f"evaluation ({label})")
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):  # training must not notice
-            torch.manual_seed(c.seed)
-            with loading.autocast(model.device, c.dtype):
-                found, episodes = evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=options)
-        failed = faults.split(episodes)[1]
-        if len(failed) > c.max_faults * n:
-            log.errors(done, failed)
-            raise faults.TooManyFaults(failed, n, c.max_faults)
-        return found
-
-    def keep_step(step):
-        phase("save")
-        state = {"step": step, "before": before, "measured": measured, "regime": regime, "ema": ema.state_dict()}
-        parts = {"optimizer": optimizer, "scheduler": scheduler, "critic": critic, "state": state, "keep": c.keep}
-        return distributed.on_first(lambda: checkpoint.save(out, step, model, tokenizer, **parts))
-
-    few = c.eval_episodes or c.groups * c.group_size
-    many = c.final_episodes or 2 * c.groups * c.group_size
-    if saved:
-        say(f"resumed after step {done} from {saved}" + ("" if history else "; the log is gone, so early stops count anew"))
-    else:
-        before = held_out(many, "before")
-        say(f"before training: {c.env} success {interval(before)} on {many} held-out episodes")
-    for step in range(done + 1, c.steps + 1):
-        start = time.perf_counter()
-        line = {"step": step, **(scores(f"eval/before/{c.env}", before) if step == 1 else {})}
+    for step in session.steps():
+        line = session.line  # the metrics of this step
 
         # 1. rollouts: K episodes of each prompt; mask = exactly the sampled ids
-        phase("rollout")
         seeds = [s for s in train_seeds(c.seed, step, c.groups) for _ in range(c.group_size)]
-        with loading.autocast(model.device, c.dtype):
-            episodes = rollout(model, tokenizer, envs, seeds, groups, sampling, env_name=c.env, progress=phase)
-        log.errors(step, episodes)
-        played, failed = faults.split(episodes)
-        if len(failed) > c.max_faults * len(seeds):
-            if step > 1 and (saved is None or saved.name != checkpoint.folder_name(step - 1)):
-                keep_step(step - 1)  # what was learned so far
-            raise faults.TooManyFaults(failed, len(seeds), c.max_faults)
+        with session.timed("rollout"), loading.autocast(model.device, c.dtype):
+            episodes = rollout(model, tokenizer, envs, seeds, groups, sampling, env_name=c.env, progress=session.phase)
+        played = session.without_faults(episodes)
         episodes, group = [episodes[i] for i in played], [groups[i] for i in played]
-        line["rollout/faults"] = len(failed)
-        line["time/rollout"] = time.perf_counter() - start
-        line.update(metrics.rollout_metrics(episodes, c.env))
+        line.update(rollout_metrics(episodes, c.env))
 
         # 2. diagnosis, before anything is filtered
         if c.mi_every and (step - 1) % c.mi_every == 0:
-            phase("diagnosis")
-            with loading.autocast(model.device, c.dtype):
-                found, logged = estimator.diagnose(model, episodes, ema, temperature=c.temperature, seed=step)
-            line.update(logged)
-            if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
-                measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"] / found["mi_upper_bound"]))
-                del measured[1 : -estimator.RECENT]
-                judged = *estimator.recent(measured), *measured[0]  # the last few against the run's first
-                line["regime"], regime = estimator.regime(*judged), estimator.regime_sentence(*judged, vars(c))
-                cross.write([cross_record(step, found)])
-        line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
+            with session.timed("diagnosis"), loading.autocast(model.device, c.dtype):
+                measured, posterior = monitor.measure(model, episodes, step, vars(c), c.temperature)
+            line.update(measured)
+            session.cross.write([posterior] if posterior else [])
 
         # 3. advantages against the group or the critic; the filter keeps the groups with signal
         ids = torch.tensor(group, device=model.device)  # [B]
         noise = c.reward_noise * np.random.default_rng([c.seed, step, 1]).standard_normal(len(episodes))
         rewards = torch.tensor([e.reward + x for e, x in zip(episodes, noise)], dtype=torch.float32, device=model.device)  # [B]
         found = advantages.group_statistics(c, episodes, rewards, ids)
+        line.update(advantages.group_metrics(found, ids))
         keep = found.keep.tolist()
         kept_rows = torch.tensor([i for i, e in enumerate(episodes) if keep[group[i]] and e.num_tokens], dtype=torch.long)
-        line["rollout/in_group_reward_std"] = found.std.mean().item()
-        line["rollout/zero_variance_ratio"] = (found.std == 0).float().mean().item()  # advantage collapse rate, arXiv 2605.21125
-        line["rollout/filter_kept_ratio"] = sum(keep) / len(keep)
-        line["rollout/kept_groups"], line["rollout/groups"] = sum(keep), len(keep)
-
         if c.grad_every and (step - 1) % c.grad_every == 0:
-            phase("gradients")
-            begun, ours, pad = time.perf_counter(), (token_weight, policy_loss), tokenizer.pad_token_id
-            line.update(gradients.measure(model, reference, critic, episodes, rewards, ids, pad, c, *ours))
-            line["time/gradients"] = time.perf_counter() - begun
+            with session.timed("gradients"):
+                ours, pad = (token_weight, policy_loss), tokenizer.pad_token_id
+                line.update(gradients.measure(model, reference, critic, episodes, rewards, ids, pad, c, *ours))
 
         credited = torch.zeros(len(episodes))  # mean over an episode's tokens, for the log
         if len(kept_rows):
             batch = make_batch(episodes, tokenizer.pad_token_id).to(model.device)
-            phase("advantages")
+            session.phase("advantages")
             value = critic.values(batch, kept_rows, c) if critic else None  # [B, T]
             advantage, returns = advantages.token_advantages(c, found, episodes, rewards, ids, batch, kept_rows, value)  # [B, T]
             advantages.note_turns(episodes, advantage)
             credited = advantage.cpu().double().sum(1) / batch.mask.cpu().sum(1).clamp(min=1)
 
             # 4. and 5. loss and update
-            phase("reference")
-            ref = score_all(reference, batch, kept_rows, c) if reference is not None else None  # [B, T]
+            ref = None
+            if reference is not None:
+                session.phase("reference")
+                ref = score_all(reference, batch, kept_rows, c)  # [B, T]
             rng = np.random.default_rng([c.seed, step])
-            line.update(update(model, optimizer, scheduler, batch, advantage, kept_rows, ref, c, rng, phase))
+            line.update(update(model, optimizer, scheduler, batch, advantage, kept_rows, ref, c, rng, session.phase))
             if critic:
-                line.update(critic.update(batch, kept_rows, returns, value, c, rng, phase))
-        line["skipped"] = float(len(kept_rows) == 0)
-        line["lr"] = scheduler.get_last_lr()[0]
-        line["step_time"] = time.perf_counter() - start
-        line["tokens_per_second"] = line["num_tokens"] / line["step_time"]
-        line.update(metrics.process_metrics())
+                line.update(critic.update(batch, kept_rows, returns, value, c, rng, session.phase))
+        line.update(skipped=float(len(kept_rows) == 0), lr=scheduler.get_last_lr()[0])
 
         # 6. evaluation on held-out seeds, log, checkpoint
-        if step == c.steps:
-            after = held_out(many, "after")
-            line.update(scores(f"eval/{c.env}", after))
-        elif c.eval_every and step % c.eval_every == 0:
-            line.update(scores(f"eval/{c.env}", held_out(few, "held out")))
-        history.append(line)
-        early = stops.early_stop(history, c.env, c.early_stop)
-        if early:
-            line[f"early_stopped/{early[0]}"] = 1.0
-            if step < c.steps:
-                after = held_out(many, "after")
-                line.update(scores(f"eval/{c.env}", after))
-        asked = distributed.first(stop.asked)  # whichever process was asked, all stop
-        last = step == c.steps or early or asked
-        log.step(line)
-        log.rollouts(step, episodes, credited.tolist(), [keep[g] for g in group])
-        say(metrics.console_line(line))
-        due = last or (c.save_every and step % c.save_every == 0)
-        if due:
-            saved = keep_step(step)
-            asked = distributed.first(stop.asked)  # perhaps while it was saved
-        page.refresh()  # written when that is cheap: under 1% of the time
-        bar.update()
-        if last or (due and asked):
-            break
-    if early and step < c.steps:
-        say(f"stopped early: {early[1]} (--early_stop)")
-    bar.close()
-    log.close()
-    page.write()
-    if asked and step < c.steps:
-        print(f"stopped by {asked} after step {step}, which is saved; go on with: {stops.resume_command(out)}")
-        distributed.finish()
-        raise SystemExit(130)
-
-    print(f"\n{c.env} success on {many} held-out episodes: {interval(before)} before, {interval(after)} after {step} steps")
-    for sentence in metrics.diagnosis(history, before, after, c.env) + ([f"reasoning: {regime}"] if regime else []):
-        print(sentence)
-    print(
-        f"report    {out / 'report.html'}\nlog       {out / 'metrics.jsonl'}\nepisodes  {out / 'rollouts.jsonl'}\nmodel     {saved}"
-    )
-    print(f"evaluate  python eval.py --model {shlex.quote(str(saved))} {env_flags(c)}")
-    return line
+        session.end_step(episodes, credited.tolist(), [keep[g] for g in group])
+    return session.finish()
 
 
 def learning_rate(update: int, updates: int, c: Config) -> float:
@@ -528,7 +406,7 @@ def main(argv=None):
     except ValueError as e:
         cli.fail("train.py", e)
     except (RuntimeError, MemoryError) as e:
-        if not stops.out_of_memory(e):
+        if not out_of_memory(e):
             raise
         cli.fail("train.py", f"model: {c.model} does not fit into memory ({e}); valid: a smaller one, or another --device")
     try:

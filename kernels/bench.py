@@ -32,7 +32,6 @@ from nanoragen.kernels.linear import linear_logprob_entropy
 from nanoragen.kernels.logprob import logprob_entropy
 from nanoragen.kernels.policy import policy_loss
 
-
 # -- one measurement ---------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,12 @@ import math
 
 import numpy as np
 
+from nanoragen.envs.base import eval_seeds
 from nanoragen.envs.registry import make
+from nanoragen.policy.loading import autocast
 from nanoragen.rollout.episodes import EpisodeRunner, Turn, rollout
 from nanoragen.run.metrics import wilson
+from nanoragen.run.settings import env_options
 
 COLLAPSE_PROMPTS = 64  # the cross matrix grows with their square
 
@@ -40,11 +43,21 @@ def evaluate(
         episodes = [play_without_model(env, env_name, s, g, sampling, policy, rng) for s, g in zip(each, groups)]
     metrics = summary(episodes, samples)
     if diagnose and policy == "model":
-        from nanoragen.collapse import estimator
+        from nanoragen.collapse import monitor
 
         temperature = sampling.temperature or 1.0  # greedy play has no probabilities of its own
-        metrics.update(estimator.diagnose(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)[1])
+        metrics.update(monitor.diagnose(model, episodes, max_prompts=COLLAPSE_PROMPTS, temperature=temperature, seed=seed)[1])
     return metrics, episodes
+
+
+def held_out(c, model, tokenizer, sampling, n: int):
+    """`evaluate` on the first n held-out seeds under a run's settings c: the same draws each time, and training does not notice."""
+    import torch
+
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(c.seed)
+        with autocast(model.device, c.dtype):
+            return evaluate(model, tokenizer, c.env, eval_seeds(n), sampling, env_options=env_options(c))
 
 
 def summary(episodes, samples: int = 1) -> dict:

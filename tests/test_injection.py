@@ -134,7 +134,7 @@ def test_a_damaged_log_costs_the_damaged_line_and_no_other(name, whole, tmp_path
         before = [
             line for line in (tmp_path / name).read_bytes().splitlines(keepends=True) if line in data.splitlines(keepends=True)
         ]
-        metrics.rewind(tmp_path, 2)
+        records.rewind(tmp_path, 2)
         after = (tmp_path / name).read_bytes().splitlines(keepends=True)
         assert [line for line in after if line in before] == [line for line in before if json.loads(line)["step"] <= 2]
         assert not after or after[-1].endswith(b"\n")
@@ -148,7 +148,7 @@ def test_a_run_with_damaged_logs_can_be_resumed(whole, tmp_path, arguments):
         first, rest = (run / name).read_bytes().split(b"\n", 1)
         (run / name).write_bytes(damaged(first, "nul", rng) + b"\n" + rest + b'{"step": 4, "x')
     train.main(["--resume", str(run)])
-    lines = [metrics.whole_record(line) for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)]
+    lines = [records.whole_record(line) for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)]
     assert [line and line["step"] for line in lines] == [None, 2, 3]
     assert same_weights(run / "step_000003", whole / "step_000003")
 

@@ -29,7 +29,7 @@ SETTINGS = {
 
 def killed_after(step, monkeypatch):
     """The process dies when it is about to log the step after this one: its update is done, and lost."""
-    log = metrics.Log.step
+    log = log.Log.step
 
     def fatal(self, line):
         if line["step"] > step:
@@ -38,7 +38,7 @@ def killed_after(step, monkeypatch):
             raise KeyboardInterrupt
         log(self, line)
 
-    monkeypatch.setattr(metrics.Log, "step", fatal)
+    monkeypatch.setattr(log.Log, "step", fatal)
 
 
 @pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS.keys())
@@ -123,10 +123,10 @@ def test_a_damaged_config_is_never_replaced_by_defaults(text, tmp_path, capsys):
 
 
 def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    metrics.Log(tmp_path, {"steps": 1})
+    log.Log(tmp_path, {"steps": 1})
     monkeypatch.setattr(checkpoint, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError):
-        metrics.Log(tmp_path, {"steps": 2})
+        log.Log(tmp_path, {"steps": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == '{\n "steps": 1\n}\n'
 
@@ -134,7 +134,7 @@ def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["r\U0001f600", "r\u00e9", "half \udcff"])
 def test_settings_come_back_as_they_were(text, tmp_path):
     c = train.Config(env="bandit", steps=8, out=str(tmp_path), log="")
-    metrics.Log(tmp_path, asdict(replace(c, data=text)))
+    log.Log(tmp_path, asdict(replace(c, data=text)))
     (tmp_path / "step_000007").mkdir()
     (tmp_path / "step_000007/complete.json").write_text("{}")
     with folder.release_locks():
@@ -188,7 +188,7 @@ def test_rates_given_at_a_resume_are_used(tmp_path, capsys):
 def test_rewind_keeps_whole_lines_up_to_a_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "x\n{"step": 6}\n{"step": 2}\n{"step": 3}\n{"st')
     (tmp_path / "rollouts.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2')
-    assert metrics.rewind(tmp_path, 2) == [{"step": 1}, {"step": 2}]
+    assert records.rewind(tmp_path, 2) == [{"step": 1}, {"step": 2}]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2, "x\n{"step": 6}\n{"step": 2}\n'
     assert (tmp_path / "rollouts.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 

@@ -6,9 +6,8 @@ Z the reasoning ids without either tag. Everything comes from one matrix of teac
 
     L[i, j] = log p(z_i | x_j),   p_mix(z) = sum_j w_j p(z | x_j),   I(X; Z) ~ mean_i [ L[i, own_i] - log p_mix(z_i) ].
 
-Parts: `cross_matrix` makes L (shared_prefix.py), `collapse_metrics` reads it, `first_turn_sample` and
-`trajectory_sample` choose the rows, `measure` does all three, `diagnose` does so for both choices of rows, `Ema` smooths
-over steps, `regime` names what was seen.
+Parts: `cross_matrix` (matrix.py) makes L, `collapse_metrics` reads it, `first_turn_sample` and `trajectory_sample` choose the
+rows, `measure` does all three. monitor.py follows a run from step to step.
 
 Left out on purpose: corrections for the bias of small samples (N prompts can show at most H(X) <= log N nats, given as
 `mi_upper_bound`), and clipping: a negative estimate is reported as it is.
@@ -117,31 +116,6 @@ def _standard_error(rows, cluster) -> float | None:
     return (groups / (groups - 1) * sums.square().sum()).sqrt().item() / len(rows)
 
 
-class Ema:
-    """Moving averages over steps of the standard deviations, and the z-scores taken with them; those of each sampling."""
-
-    def __init__(self, decay=0.9):
-        self.decay, self.values = decay, {}
-
-    def update(self, found, prefix="") -> dict[str, float]:
-        """found: metrics of this step, their names with `prefix`. Returns marginal_std_ema, mi_zscore_ema, and both with _seq."""
-        out = {}
-        for end in ("", "_seq"):
-            if f"{prefix}marginal_std{end}" not in found:  # nothing measured: the average waits
-                continue
-            new, name = found[f"{prefix}marginal_std{end}"], f"{prefix}marginal_std_ema{end}"
-            old = self.values.get(name, new)  # the first value starts it
-            self.values[name] = out[name] = self.decay * old + (1 - self.decay) * new
-            out[f"{prefix}mi_zscore_ema{end}"] = found[f"{prefix}mi{end}_estimate"] / (out[name] + STD_EPS)
-        return out
-
-    def state_dict(self) -> dict:
-        return {"decay": self.decay, "values": dict(self.values)}
-
-    def load_state_dict(self, state):
-        self.decay, self.values = state["decay"], dict(state["values"])
-
-
 # ------------------------------------------------------------------------------------------------------------- the rows
 def _reasons(turn) -> bool:
     return turn.think_end > turn.start
@@ -228,76 +202,3 @@ def measure(model, episodes, *, sampling="first_turn", max_prompts=8, rows_per_p
     if rows:
         metrics.update(collapse_metrics(sums, own, lengths, column_keys=keys))
     return Measurement(metrics, sums, own, lengths, keys)
-
-
-def diagnose(model, episodes, ema=None, **how) -> tuple[Measurement, dict[str, float]]:
-    """Both samplings: (the measurement of first turns, the metrics of both by the names they have in a log).
-
-    ema: an Ema that takes part. how: what `measure` takes beside `sampling`.
-    """
-    found = {sampling: measure(model, episodes, sampling=sampling, **how) for sampling in SAMPLINGS}
-    logged = {f"{SAMPLINGS[sampling]}{k}": v for sampling, m in found.items() for k, v in m.items()}
-    for prefix in SAMPLINGS.values() if ema else ():
-        logged.update(ema.update(logged, prefix))
-    return found["first_turn"], logged
-
-
-# ---------------------------------------------------------------------------------------------------------- the regimes
-LOW = 0.5  # share of the first measurement below which H(Z|X) or MI counts as lost
-RECENT = 5  # measurements whose mean is judged: one alone, of a few prompts, jumps
-
-
-def recent(measured) -> tuple[float, float]:
-    """Means of the last RECENT of (H(Z|X), MI / H(X)) pairs; of all where there are fewer."""
-    last = measured[-RECENT:]
-    return sum(h for h, _ in last) / len(last), sum(mi for _, mi in last) / len(last)
-
-
-def regime(h, share, h0, share0) -> str:
-    """Name of what H(Z|X) and MI / H(X) (of `recent`) show against the run's first measurement (h0, share0).
-
-    Low: below LOW of it, or none. MI counts as a share of its bound H(X), which differs from step to step: fewer different
-    prompts leave less to know.
-    """
-    low_h = h <= 0 or h < LOW * h0
-    low_mi = share <= 0 or share < LOW * share0
-    if low_mi:
-        return "low-entropy collapse" if low_h else "template collapse"
-    return "compressed" if low_h else "diverse"
-
-
-MEANING = {
-    "diverse": "the reasoning varies and depends on the prompt",
-    "template collapse": "the reasoning still varies but no longer tells prompts apart, which entropy cannot see",
-    "compressed": "the reasoning is nearly fixed for a prompt but still depends on it",
-    "low-entropy collapse": "the reasoning is much the same text for many prompts",
-}
-
-
-def advice(name, settings) -> str:
-    """What to do in a regime; what the settings (a dict, perhaps empty) have already is left out."""
-    if name != "template collapse":
-        return {
-            "diverse": "healthy, nothing to do",
-            "compressed": "fine while reward rises, else raise --temperature or --entropy_coef, or lower --lr",
-            "low-entropy collapse": "go back to an earlier checkpoint and lower --lr, or raise --entropy_coef",
-        }[name]
-    filtered = settings.get("filter", "none") != "none"
-    on = " and ".join(f"--{key}" for key in ("beta", "entropy_coef") if settings.get(key, 1))
-    todo = [] if filtered else ["train on prompts with reward variance only (--filter top_p)"]
-    return ", or ".join(todo + [f"weaken {on}"] * bool(on)) or "go back to an earlier checkpoint and lower --lr"
-
-
-def regime_sentence(h, share, h0, share0, settings) -> str:
-    """The regime, its two numbers, what it means and what to do, in one line for the console.
-
-    Collapse is a loss. Where there was nothing to lose (share0 not above 0) the sentence says so.
-    """
-    name = regime(h, share, h0, share0)
-    meaning = f"{MEANING[name]}; {advice(name, settings)}"
-    if "collapse" in name and share0 <= 0:
-        meaning = (
-            "the reasoning did not depend on the prompt at the first measurement either, so this is how the model "
-            "started, not what training did to it; try a stronger model, or a larger --max_tokens if replies are cut off"
-        )
-    return f"{name} (H(Z|X) {h:.2f}, first {h0:.2f}; MI {share:.0%} of its bound, first {share0:.0%}): {meaning}"

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from nanoragen.run.stops import out_of_memory
+from nanoragen.run.memory import out_of_memory
 
 
 def once_per_model(question):

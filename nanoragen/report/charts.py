@@ -9,9 +9,8 @@ All numbers are the log's, to 6 digits; of a long run a line has at most MAX_POI
 
 import re
 
-from nanoragen.collapse import estimator
 from nanoragen.report.runs import Run, number, spread, tidy, visible
-from nanoragen.run import metrics
+from nanoragen.run import metrics, regimes
 
 MAX_POINTS = 1000  # of a line of a chart
 MAX_STEPS = 24  # of which cross matrices are shown, all runs of a page together
@@ -37,9 +36,9 @@ class View:
         ]
         pairs = [(h, share) for _, h, share in measured]
         self.recent = [
-            (s, *estimator.recent(pairs[max(0, i + 1 - estimator.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)
+            (s, *regimes.recent(pairs[max(0, i + 1 - regimes.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)
         ]
-        self.regimes = [(s, estimator.regime(h, share, *pairs[0])) for s, h, share in self.recent]
+        self.regimes = [(s, regimes.regime(h, share, *pairs[0])) for s, h, share in self.recent]
         self.evaluations = []  # [(step, {"success": , "success_low": , ...})]; step 0: before training
         for m in self.history:
             for at, prefix in ((0, "eval/before/"), (m.get("step"), "eval/")):
@@ -177,11 +176,11 @@ def regime_chart(views):
     healthy = (
         "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI as a share of its bound, up). Falling "
         "down is template collapse, which entropy alone does not show. 1 is the run's first measurement, a point the mean of "
-        f"the last {estimator.RECENT}."
+        f"the last {regimes.RECENT}."
     )
     spec = {
         "kind": "map",
-        "low": estimator.LOW,
+        "low": regimes.LOW,
         "runs": drawn,
         "strips": strips,
         "x": "H(Z|X) / first",
@@ -198,9 +197,9 @@ def unmeasured(view) -> str:
 
 
 def found_and_todo(view) -> tuple[str, str]:
-    """The last regime with its numbers and what it means, and what to do about it (both from estimator.py)."""
-    todo = estimator.advice(view.regimes[-1][1], view.config)
-    found = estimator.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:], view.config)
+    """The last regime with its numbers and what it means, and what to do about it (both from regimes.py)."""
+    todo = regimes.advice(view.regimes[-1][1], view.config)
+    found = regimes.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:], view.config)
     return found.removesuffix(f"; {todo}"), todo
 
 
@@ -233,7 +232,7 @@ def information_chart(views):
         mi = v.run.values(v.sample + "mi_seq_estimate")
         if not mi:
             return "MI was not measured."
-        last = mi[-estimator.RECENT :]
+        last = mi[-regimes.RECENT :]
         text = f"MI was {short(mi[0])} nats at the first measurement and is {short(sum(last) / len(last))} in the mean of the last {len(last)}"
         return text + (f", {v.recent[-1][2]:.0%} of its bound." if v.measured else ".")
 

@@ -10,7 +10,7 @@ text is escaped here and set as text there, and the page's content policy runs n
 Of a long run the page holds a bounded part (MAX_* here, in charts.py and runs.py, and it says so), so that it opens on a phone. Left out
 on purpose: a charting library, a server, anything that can be changed.
 
-In order: the cross matrix that a trainer logs, the verdict, the page, and keeping it fresh during a run. Beside this file:
+In order: the verdict, the page, and keeping it fresh during a run. Beside this file:
 runs.py reads a run's folder, charts.py says what each chart shows.
 """
 
@@ -25,31 +25,14 @@ import time
 import warnings
 from pathlib import Path
 
-from nanoragen.collapse import estimator
 from nanoragen.report import charts
-from nanoragen.report.charts import MAX_SIDE, MAX_STEPS, View, learned, percent, spoken
+from nanoragen.report.charts import MAX_STEPS, View, learned, percent, spoken
 from nanoragen.report.runs import Run, episodes, number, spread, visible
-from nanoragen.run import cli, metrics, stops
+from nanoragen.run import cli, console, metrics, regimes, stops
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_BYTES = 2_000_000  # of all episodes of a page, about
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
-
-
-def cross_record(step: int, found) -> dict:
-    """A line of cross.jsonl: the posterior p(x_j | z_i) = w_j p(z_i | x_j) / p_mix(z_i) of a Measurement, w as in estimator.py.
-
-    posterior: at most MAX_SIDE rows and columns, rows by their own column, 3 digits; own: the column of each row; size: [M, N].
-    A row sums to 1 over all N columns, also over those that were cut off.
-    """
-    M, N = found.sums.shape
-    weight = found.sums.new_tensor([found.own.count(j) / M for j in range(N)]).double()
-    rows = sorted((j, i) for i, j in enumerate(found.own) if j < MAX_SIDE)[:MAX_SIDE]
-    posterior = (found.sums.double() + weight.log()).softmax(dim=1).tolist()
-    return {
-        "step": step, "size": [M, N], "own": [j for j, _ in rows],
-        "posterior": [[round(p, 3) for p in posterior[i][:MAX_SIDE]] for _, i in rows],
-    }  # fmt: skip
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------------
@@ -78,7 +61,7 @@ def verdict(view) -> tuple[str, str, list[str]]:
     else:
         rows = [m for m in view.history if m.get("reward") is not None]
         known = [r for _, r in view.evaluations if None not in (r["success_low"], r["success_high"])]
-        why += metrics.diagnosis(rows, known[0], known[-1], view.env) if rows else []
+        why += console.diagnosis(rows, known[0], known[-1], view.env) if rows else []
     level = {"rose": "good", "fell": "bad", "unclear": "watch", "unknown": "unknown"}[change]
     if not view.measured:
         head = f"{success}; whether the reasoning depends on its prompt was not measured"
@@ -112,7 +95,7 @@ def verdict(view) -> tuple[str, str, list[str]]:
 def at_chance(view) -> str | None:
     """A sentence where the mean retrieval of the last few measurements is not above its chance level, with 95% certainty."""
     keys = ("retrieval_accuracy", "retrieval_chance_level", "retrieval_accuracy_se")
-    rows = [[view.run.steps[s].get(view.sample + k) for k in keys] for s, *_ in view.measured[-estimator.RECENT :]]
+    rows = [[view.run.steps[s].get(view.sample + k) for k in keys] for s, *_ in view.measured[-regimes.RECENT :]]
     rows = [(found, chance, error or 0.0) for found, chance, error in rows if None not in (found, chance)]
     if not rows:
         return None

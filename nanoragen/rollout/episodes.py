@@ -17,6 +17,7 @@ import numbers
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -114,6 +115,13 @@ class Sampling:
                 raise ValueError(f"{name}: {value}; valid: 1 or more")
 
 
+def sampling_of(c, **more) -> Sampling:
+    """How to play under the settings c, where 0 stands for None."""
+    zero = ("max_turns", "max_actions_per_turn", "max_context", "rollout_batch")
+    given = {name: getattr(c, name) for name in ("temperature", "max_tokens", "format_penalty")}
+    return Sampling(**given, **{name: getattr(c, name) or None for name in zero}, **more)
+
+
 def rollout(model, tokenizer, envs, seeds, groups, sampling, *, env_name, progress=None, ended=None) -> list[Episode]:
     """Play one episode in each environment, and return them in the same order.
 
@@ -172,6 +180,18 @@ def _play(runners, model, chat, sampling, progress, ended):
             ended(len(runners) - len(going_on))
         runners = [runners[row] for row in going_on]
         generator.extend(going_on, [glue[row] for row in going_on])
+
+
+def longest_episode(model, tokenizer, env, sampling) -> tuple[int, int]:
+    """Tokens of an episode whose replies take all they may and whose observations are like the first; and those of its prompt."""
+    failed, length, prompt = SimpleNamespace(), math.inf, 0
+    with containing(failed, sampling.env_timeout):  # an environment that fails now is the rollout's to report
+        chat, observation = Chat(tokenizer), env.reset(seed=0)[0]
+        turns = sampling.max_turns or env.max_turns
+        prompt = len(chat.prompt(env.instruction, observation))
+        length = prompt + turns * sampling.max_tokens + (turns - 1) * len(chat.follow([], observation))
+    most = min(length, max_positions(model), sampling.max_context or math.inf)
+    return int(most) if most < math.inf else sampling.max_tokens, int(min(prompt, most))
 
 
 class EpisodeRunner:

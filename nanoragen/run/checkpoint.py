@@ -29,10 +29,10 @@ class CannotSave(RuntimeError):
     """A checkpoint could not be written: disk full or gone. Nothing of it is left, and older ones are as they were."""
 
 
-def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
+def save(run_dir, step: int, model, tokenizer, save_model=None, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
-    state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more; FloatingPointError where a weight, of
+    save_model(folder): writes the model's files; None: model.save_pretrained. state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more; FloatingPointError where a weight, of
     the critic too, is no number a model can compute with: what was saved before is then worth more.
 
     The files: config, safetensors, tokenizer and chat template (save_pretrained), adapter/ (if there is one; the
@@ -50,7 +50,7 @@ def save(run_dir, step: int, model, tokenizer, *, optimizer=None, scheduler=None
     for left in run_dir.glob("step_*.tmp"):  # of an earlier process, killed while it saved
         shutil.rmtree(left)
     try:
-        _write(temporary, model, tokenizer, parts, state)
+        _write(temporary, save_model or model.save_pretrained, tokenizer, parts, state)
         if folder.exists():  # saved again at the same step; a kill between the two renames leaves .old, which newest() reads
             old = run_dir / f"{folder.name}.old"
             shutil.rmtree(old, ignore_errors=True)
@@ -94,14 +94,12 @@ def folder_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _write(folder: Path, model, tokenizer, parts: dict, state: dict):
+def _write(folder: Path, save_model, tokenizer, parts: dict, state: dict):
     """Every file of a checkpoint, on disk; the marker last."""
     import torch
 
-    from nanoragen.policy import lora
-
     folder.mkdir(parents=True)
-    lora.save(model, folder)
+    save_model(folder)
     tokenizer.save_pretrained(folder)
     for name, part in parts.items():
         with open(folder / f"{name}.pt", "wb") as file:  # a file of Python's, so that a full disk is an OSError, at least beneath

@@ -1,6 +1,6 @@
 """What a step will need, roughly, before the first one: one line, and one more where the device has less.
 
-    for text in lines(model, tokenizer, c, env, sampling): say(text)
+    for text in lines(model, c, tokens, prompt): say(text)
 
 In bytes, of P weights (float32), of which U are trained; s bytes a number in the forward passes (bfloat16 autocast: 2, else 4):
 
@@ -23,10 +23,6 @@ T x T table, experts, several GPUs.
 
 import math
 import os
-from types import SimpleNamespace
-
-from nanoragen.rollout.chat import Chat
-from nanoragen.run.faults import containing
 
 
 def estimate(config, weights: int, trained: int, c, tokens: int, compute: int, prompt: int = 0) -> dict[str, int]:
@@ -58,20 +54,6 @@ def estimate(config, weights: int, trained: int, c, tokens: int, compute: int, p
     return parts | {"total": always + max(parts["KV cache"], parts["gradients"] + parts["activations"])}
 
 
-def longest(env, tokenizer, sampling, limit: float) -> tuple[int, int]:
-    """Tokens of an episode of the environment whose replies take all they may, and whose observations are like the first; and those
-    of its prompt."""
-    failed, length, prompt = SimpleNamespace(), math.inf, 0
-    with containing(failed, sampling.env_timeout):  # an environment that fails now is the rollout's to report
-        chat, observation = Chat(tokenizer), env.reset(seed=0)[0]
-        turns = sampling.max_turns or env.max_turns
-        glue = len(chat.follow([], observation))
-        prompt = len(chat.prompt(env.instruction, observation))
-        length = prompt + turns * sampling.max_tokens + (turns - 1) * glue
-    most = min(length, limit, sampling.max_context or math.inf)
-    return int(most) if most < math.inf else sampling.max_tokens, int(min(prompt, most))
-
-
 def device_bytes(device) -> int:
     """Memory of a torch.device; 0 where it cannot be asked."""
     import torch
@@ -81,11 +63,9 @@ def device_bytes(device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 
-def lines(model, tokenizer, c, env, sampling) -> list[str]:
-    """The estimate of a run as a line of text, and a second one if the model's device has less."""
-    from nanoragen.policy.support import max_positions  # imports torch
-
-    (tokens, prompt), device = longest(env, tokenizer, sampling, max_positions(model)), model.device
+def lines(model, c, tokens: int, prompt: int) -> list[str]:
+    """The estimate of a run as a line of text, and a second one if the model's device has less. tokens, prompt: as in `estimate`."""
+    device = model.device
     compute = 2 if c.dtype == "bfloat16" or c.dtype == "auto" and device.type == "cuda" else 4
     weights, trained = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters() if p.requires_grad)
     found, there = estimate(model.config, weights, trained, c, tokens, compute, prompt), device_bytes(device)
@@ -103,3 +83,10 @@ def lines(model, tokenizer, c, env, sampling) -> list[str]:
 def size(count: float) -> str:
     """Bytes in powers of 1000, as 4.2 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: of a GPU (torch.OutOfMemoryError is a RuntimeError), of torch's CPU allocator, or of Python."""
+    said = str(error)
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in said for w in words)

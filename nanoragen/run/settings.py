@@ -125,7 +125,7 @@ def check_context(c, positions: float = math.inf):
 
 def check(c):
     """ValueError for the first setting of a train.Config that cannot work."""
-    from nanoragen.run.metrics import check_trackers
+    from nanoragen.run.log import check_trackers
     from nanoragen.run.stops import check as check_stops
 
     check_ranges(c)

@@ -16,6 +16,7 @@ import threading
 
 from nanoragen.run.checkpoint import CannotSave, is_complete
 from nanoragen.run.faults import Leave
+from nanoragen.run.memory import out_of_memory
 
 EARLY = ("variance", "filtered", "success")
 FIRST, LAST, LOW = 10, 10, 0.1  # in-group reward std: at most 10% of the mean of the first 10 steps, for 10 steps running
@@ -164,13 +165,6 @@ def how_to_go_on(out) -> str:
 
 def resume_command(out) -> str:
     return f"python train.py --resume {shlex.quote(str(out))}"
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: of a GPU (torch.OutOfMemoryError is a RuntimeError), of torch's CPU allocator, or of Python."""
-    said = str(error)
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in said for w in words)
 
 
 def check(names: str) -> list[str]:

@@ -358,7 +358,7 @@ def test_measure(sampling, n, m):
 def test_both_samplings_are_logged_each_with_averages_of_its_own():
     model, (one, two) = qwen2(), (played(), played(seed=1))
     ema, state = Ema(), torch.get_rng_state()
-    first, logged = estimator.diagnose(model, one, ema, temperature=0.8, seed=3)
+    first, logged = monitor.diagnose(model, one, ema, temperature=0.8, seed=3)
     resumed = Ema()
     resumed.load_state_dict(json.loads(json.dumps(ema.state_dict())))
     expected, both = {}, {}
@@ -368,8 +368,8 @@ def test_both_samplings_are_logged_each_with_averages_of_its_own():
         for out, m in ((expected, found), (both, later)):
             out.update({f"collapse_{sampling}_sample/{k}": v for k, v in {**m, **alone.update(m)}.items()})
     assert logged == expected and first == measure(model, one, temperature=0.8, seed=3) and first.sums.shape == (16, 8)
-    assert estimator.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
-    assert estimator.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
+    assert monitor.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
+    assert monitor.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -141,7 +141,7 @@ def test_an_environment_that_cannot_be_made_is_one_line(name, error, monkeypatch
 def test_half_a_character_in_an_error_is_logged(tmp_path):
     episode = rolled(FAULTS["raises"])[1]
     episode.error = "bad name \udcff"
-    metrics.Log(tmp_path, {}).errors(1, [episode])
+    log.Log(tmp_path, {}).errors(1, [episode])
     assert json.loads((tmp_path / "errors.jsonl").read_text())["error"] == "bad name \udcff"
 
 

@@ -164,14 +164,14 @@ log_file = st.lists(log_line, max_size=8).map(b"\n".join) | st.lists(log_line, m
 @fuzz
 @given(log_file)
 def test_logs_at_a_resume(content):
-    whole = [metrics.whole_record(line) for line in io.BytesIO(content)]
+    whole = [records.whole_record(line) for line in io.BytesIO(content)]
     keep = [line for line in whole if line and line["step"] <= 3]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "metrics.jsonl").write_bytes(content)
-        assert repr(metrics.rewind(folder, 3)) == repr(keep)  # repr: NaN is not equal to itself
+        assert repr(records.rewind(folder, 3)) == repr(keep)  # repr: NaN is not equal to itself
         left = (Path(folder) / "metrics.jsonl").read_bytes()
         assert content.startswith(left) and (not left or left.endswith(b"\n"))
-        assert repr(metrics.rewind(folder, 3)) == repr(keep)
+        assert repr(records.rewind(folder, 3)) == repr(keep)
 
 
 @fuzz
@@ -199,7 +199,7 @@ def test_early_stops_and_the_diagnosis_after_damage(history):
     history = [{"step": n, **line} for n, line in enumerate(history)]
     found = {"success": 0.5, "success_low": 0.4, "success_high": 0.6}
     train.stops.early_stop(history, "bandit", "variance,filtered,success")
-    assert metrics.diagnosis(history, found, found, "bandit")
+    assert console.diagnosis(history, found, found, "bandit")
 
 
 # -- data files ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def lines(path):
 
 def test_metrics_are_appended_and_stay_json(tmp_path):
     for start in (1, 3):  # a second process goes on with the same file
-        log = metrics.Log(tmp_path / "run", {"lr": 1e-3})
+        log = log.Log(tmp_path / "run", {"lr": 1e-3})
         for step in (start, start + 1):
             log.step({"step": step, "reward": math.nan if step == 2 else 0.5, "deep": {"x": [math.inf, 1.0]}})
         log.close()
@@ -55,7 +55,7 @@ def test_metrics_are_appended_and_stay_json(tmp_path):
 
 
 def test_rollouts_hold_what_is_needed_to_replay_and_check_an_episode(tmp_path):  # O1
-    log = metrics.Log(tmp_path, {})
+    log = log.Log(tmp_path, {})
     log.rollouts(5, [episode(), episode((-0.1,), False, False, "turns")], [0.7, -0.7], [True, False])
     a, b = lines(tmp_path / "rollouts.jsonl")
     assert (a["step"], a["env"], a["seed"], a["group"], a["advantage"], a["kept"], a["success"]) == (
@@ -75,7 +75,7 @@ def test_rollouts_hold_what_is_needed_to_replay_and_check_an_episode(tmp_path): 
 
 
 def test_a_disk_error_warns_once_and_does_not_stop_the_run(tmp_path):  # O1
-    log = metrics.Log(tmp_path, {})
+    log = log.Log(tmp_path, {})
     (tmp_path / "rollouts.jsonl").mkdir()  # cannot be opened for writing, by root neither
     with pytest.warns(UserWarning, match="rollouts.jsonl cannot be written") as seen:
         log.rollouts(1, [episode()], [0.0], [True])
@@ -89,7 +89,7 @@ def test_a_disk_error_warns_once_and_does_not_stop_the_run(tmp_path):  # O1
 
 
 def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch):
-    file = metrics.Lines(tmp_path / "x.jsonl")
+    file = log.Lines(tmp_path / "x.jsonl")
     file.write([{"n": 1}])
     real = open
 
@@ -120,9 +120,9 @@ def test_trackers(tmp_path, monkeypatch):
         ("tensorbord", "there is no"),
         ("trackio", "trackio is not installed; valid: pip install trackio"),
     ):
-        monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match="^log: .*" + match):
-            metrics.Log(tmp_path, {}, trackers=text)
+            log.Log(tmp_path, {}, trackers=text)
     monkeypatch.undo()
     calls = []
     fake = types.ModuleType("wandb")
@@ -131,7 +131,7 @@ def test_trackers(tmp_path, monkeypatch):
     fake.log = lambda numbers, step: calls.append((step, numbers))
     fake.finish = lambda: calls.append("finish")
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = metrics.Log(tmp_path / "run", {"lr": 1.0}, trackers="wandb")
+    log = log.Log(tmp_path / "run", {"lr": 1.0}, trackers="wandb")
     log.step({"step": 2, "reward": 0.5, "regime": "diverse"})
     log.close()
     assert calls == [("init", "nanoragen", "run", {"lr": 1.0}), (2, {"reward": 0.5}), "finish"]
@@ -171,13 +171,13 @@ STEP = {
 
 
 def test_console_line():
-    line = metrics.console_line(STEP)
+    line = console.console_line(STEP)
     for part in ("step    3", "reward   1.23", "success  50.0%", "in-group std  0.75", "kept 6/8", "H(Z|X) 0.41", "MI 1.50 of 2.08",
                  "retrieval  88% (chance 12%)", "12,346 tokens/s", "diverse"):  # fmt: skip
         assert part in line
     assert "\n" not in line and "held-out" not in line and "no update" not in line
     bare = {"step": 1, "reward": 0.0, "bandit/success": 0.0, "rollout/kept_groups": 0, "rollout/groups": 8}
-    bare = metrics.console_line({**bare, "skipped": 1.0, "eval/bandit/success": 0.25})
+    bare = console.console_line({**bare, "skipped": 1.0, "eval/bandit/success": 0.25})
     assert "MI" not in bare and "kept 0/8 |" in bare and "held-out success 25.0%" in bare and "every group was filtered out" in bare
 
 
@@ -208,22 +208,22 @@ def outcome(low, high):
 )
 def test_diagnosis_names_the_missing_signal(change, says, not_said):
     history = [{**STEP, **change} for _ in range(30)]
-    found = metrics.diagnosis(history, outcome(0.3, 0.4), outcome(0.33, 0.43), "bandit")
+    found = console.diagnosis(history, outcome(0.3, 0.4), outcome(0.33, 0.43), "bandit")
     text = " ".join(found)
     assert re.search(says, text) and not_said not in text and all("\n" not in s for s in found)
 
 
 def test_diagnosis_is_silent_when_it_learned_and_honest_when_it_fell():
     history = [STEP] * 30
-    assert metrics.diagnosis(history, outcome(0.3, 0.4), outcome(0.5, 0.6), "bandit") == []
-    fell = " ".join(metrics.diagnosis(history, outcome(0.5, 0.6), outcome(0.1, 0.2), "bandit"))
+    assert console.diagnosis(history, outcome(0.3, 0.4), outcome(0.5, 0.6), "bandit") == []
+    fell = " ".join(console.diagnosis(history, outcome(0.5, 0.6), outcome(0.1, 0.2), "bandit"))
     assert "fell" in fell and "--lr" in fell
 
 
 def test_diagnosis_of_a_short_bare_run_raises_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert metrics.diagnosis([{"step": 1, "reward": 0.0}], outcome(0, 0.1), outcome(0, 0.1), "bandit")
+        assert console.diagnosis([{"step": 1, "reward": 0.0}], outcome(0, 0.1), outcome(0, 0.1), "bandit")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
@@ -240,20 +240,20 @@ def test_what_the_process_holds(tmp_path):
 
 def test_the_reward_of_few_steps_is_not_its_own_comparison():
     rows = [{**STEP, "reward": r} for r in (0.0, 0.0, 3.0, 3.0)]
-    found = " ".join(metrics.diagnosis(rows, outcome(0.3, 0.4), outcome(0.3, 0.4), "bandit"))
+    found = " ".join(console.diagnosis(rows, outcome(0.3, 0.4), outcome(0.3, 0.4), "bandit"))
     assert "(0.00 in the first steps, 3.00 in the last)" in found
 
 
 def test_a_turn_has_the_mean_advantage_of_its_tokens(tmp_path):
     one, two = episode(), episode((-0.1,))  # turns at 2:4 and 4:6, and at 2:4
     advantages.note_turns([one, two], torch.tensor([[0, 0, 1.0, 2, -3, -4], [0, 0, 5, 5, 0, 0]]))
-    metrics.Log(tmp_path, {}).rollouts(1, [one, two], [-1.0, 5.0], [True, True])
+    log.Log(tmp_path, {}).rollouts(1, [one, two], [-1.0, 5.0], [True, True])
     assert [[t["advantage"] for t in e["turns"]] for e in lines(tmp_path / "rollouts.jsonl")] == [[1.5, -3.5], [5.0]]
 
 
 def test_advice_does_not_contradict_itself():
     found = outcome(0.4, 0.6)
     cut = [{**STEP, "rollout/parse_rate": 0.0, "rollout/truncated_by_context": 1.0, "rollout/turns": turns} for turns in (0.0, 1.5)]
-    never, partly = (" ".join(metrics.diagnosis([line], found, found, "bandit")) for line in cut)
+    never, partly = (" ".join(console.diagnosis([line], found, found, "bandit")) for line in cut)
     assert "do not parse" not in never and "Lower --max_turns or --max_tokens" in never
     assert "do not parse" in partly and "Raise --max_tokens" not in partly and "Start from a model" in partly
