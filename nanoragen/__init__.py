@@ -5,7 +5,13 @@ imported under their bare names: `kernels` is also a Hugging Face package that t
 In a wheel they lie inside this package; in a checkout the line below looks for them beside it.
 """
 
+import os
 from pathlib import Path
+
+# Threads of OpenMP that wait for work spin by default: two runs on one machine then keep each other off the cores. Read when torch
+# is imported; whatever the user has set stays.
+for _name, _value in {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}.items():
+    os.environ.setdefault(_name, _value)
 
 __version__ = "0.1.0"
 

@@ -106,6 +106,7 @@ def nanoragen_side(a, **settings):
     import train
     from nanoragen.policy.loading import load
     from nanoragen.run import distributed
+    from nanoragen.run.session import Session
     from nanoragen.run.stops import Stop
 
     turns, _ = Turns(), distributed.start("cpu")
@@ -145,7 +146,7 @@ def nanoragen_side(a, **settings):
 
         model, tokenizer = load(c.model, device="cpu")
         with Stop() as stop:
-            train.train(c, model, tokenizer, out, None, stop, Bar())
+            train.train(c, model, tokenizer, Session(c, out, None, stop, Bar()))
 
 
 def trl_side(a):

@@ -17,11 +17,11 @@ from helpers import saved_model, timeless
 from safetensors.torch import load_file
 
 import train
-from nanoragen.collapse import estimator
+from nanoragen.collapse import monitor
 from nanoragen.policy import loading, scoring
 from nanoragen.rollout import episodes as rollout
 from nanoragen.rollout.generation import UncachedGenerator
-from nanoragen.run import checkpoint, metrics
+from nanoragen.run import checkpoint, records
 
 FILE_DAMAGES = 96  # truncations and flipped bits, over all files of a checkpoint
 LOG_DAMAGES = 60  # torn lines, NUL bytes, broken UTF-8, flipped bits, in metrics.jsonl and rollouts.jsonl
@@ -328,7 +328,7 @@ def exhausted(kind):
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "python"])
 @pytest.mark.parametrize(
     "module, name, phase, advice",
-    [(UncachedGenerator, "_generate", "turn 1", "--rollout_batch (now 0"), (estimator, "measure", "diagnosis", "--mi_every 0"),
+    [(UncachedGenerator, "_generate", "turn 1", "--rollout_batch (now 0"), (monitor, "measure", "diagnosis", "--mi_every 0"),
      (train, "score_all", "score", "--micro_batch (now 32)"), (train, "policy_loss", "update 1/2", "--micro_batch (now 32)")],
 )  # fmt: skip
 def test_out_of_memory_is_one_line(kind, module, name, phase, advice, arguments, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,8 @@ from helpers import moments, timeless
 from safetensors.torch import load_file
 
 import train
-from nanoragen.run import checkpoint, folder, metrics
+from nanoragen.run import checkpoint, folder, metrics, records
+from nanoragen.run.log import Log
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
          "--final_episodes", "4", "--keep", "9", "--eval_every", "2"]  # fmt: skip
@@ -29,7 +30,7 @@ SETTINGS = {
 
 def killed_after(step, monkeypatch):
     """The process dies when it is about to log the step after this one: its update is done, and lost."""
-    log = log.Log.step
+    log = Log.step
 
     def fatal(self, line):
         if line["step"] > step:
@@ -38,7 +39,7 @@ def killed_after(step, monkeypatch):
             raise KeyboardInterrupt
         log(self, line)
 
-    monkeypatch.setattr(log.Log, "step", fatal)
+    monkeypatch.setattr(Log, "step", fatal)
 
 
 @pytest.mark.parametrize("more", SETTINGS.values(), ids=SETTINGS.keys())
@@ -123,10 +124,10 @@ def test_a_damaged_config_is_never_replaced_by_defaults(text, tmp_path, capsys):
 
 
 def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    log.Log(tmp_path, {"steps": 1})
+    Log(tmp_path, {"steps": 1})
     monkeypatch.setattr(checkpoint, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError):
-        log.Log(tmp_path, {"steps": 2})
+        Log(tmp_path, {"steps": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     assert (tmp_path / "config.json").read_text() == '{\n "steps": 1\n}\n'
 
@@ -134,7 +135,7 @@ def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["r\U0001f600", "r\u00e9", "half \udcff"])
 def test_settings_come_back_as_they_were(text, tmp_path):
     c = train.Config(env="bandit", steps=8, out=str(tmp_path), log="")
-    log.Log(tmp_path, asdict(replace(c, data=text)))
+    Log(tmp_path, asdict(replace(c, data=text)))
     (tmp_path / "step_000007").mkdir()
     (tmp_path / "step_000007/complete.json").write_text("{}")
     with folder.release_locks():

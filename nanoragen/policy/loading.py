@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from nanoragen.run.checkpoint import MARKER, damage, of_trainer
+from nanoragen.run.distributed import pick_device
 from nanoragen.run.settings import MODELS, locate
 
 
@@ -109,22 +110,6 @@ def _hub_answers(name: str) -> bool:
     except Exception:  # no network, no route, switched off: of whatever library is underneath
         return False
     return True
-
-
-def pick_device(device=None):
-    """A torch.device that is there: None or "auto" is CUDA if there is one, else the CPU. ValueError otherwise."""
-    import torch
-
-    if device in (None, "", "auto"):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as e:
-        raise ValueError(f"device: {device!r} is not a device; valid: auto, cpu, cuda, cuda:1") from e
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device: {device} is not there ({count} CUDA devices); valid: auto, cpu")
-    return device
 
 
 def reference(model):

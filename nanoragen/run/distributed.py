@@ -28,13 +28,27 @@ def start(device: str) -> str:
         raise ValueError(f"device: {device} under torchrun; valid: auto, cpu, cuda (each process takes its own)")
     cuda = device == "cuda" or device in ("", "auto") and torch.cuda.is_available()
     if cuda:
-        from nanoragen.policy.loading import pick_device
-
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(pick_device(device))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")
+    return device
+
+
+def pick_device(device=None):
+    """A torch.device that is there: None or "auto" is CUDA if there is one, else the CPU. ValueError otherwise."""
+    import torch
+
+    if device in (None, "", "auto"):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"device: {device!r} is not a device; valid: auto, cpu, cuda, cuda:1") from e
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device: {device} is not there ({count} CUDA devices); valid: auto, cpu")
     return device
 
 

@@ -1,6 +1,7 @@
 """Adapters: what they add, what is frozen and shared, what a checkpoint of them holds."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_checkpoint_is_a_plain_folder_of_merged_weights_with_the_adapter_besid
 
     model, before, _ = adapted
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    folder = checkpoint.save(tmp_path, 1, model, byte_tokenizer())
+    folder = checkpoint.save(tmp_path, 1, model, byte_tokenizer(), partial(lora.save, model))
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     want = merged_by_hand(model, before)
     assert want.keys() == dict(plain.named_parameters()).keys()

@@ -7,10 +7,10 @@ import pytest
 import report_runs
 from report_runs import S, data_of, evaluation, lines, metrics_line, page_of, words
 
-from nanoragen.collapse import estimator
 from nanoragen.report import charts
 from nanoragen.report import page as report
 from nanoragen.report.runs import Run
+from nanoragen.run import regimes
 
 make = report_runs.make  # the fixture
 
@@ -123,6 +123,6 @@ def test_one_evaluation_and_one_step(make):
 
 def test_the_thresholds_are_those_of_collapse(make, monkeypatch):
     folder = make(change=lambda s: {S + "mi_seq_estimate": 2.0 if s < 4 else 1.6})
-    assert data_of(page_of(folder))["charts"]["regimes"]["low"] == estimator.LOW == 0.5 and verdict(folder)[0] == "good"
-    monkeypatch.setattr(estimator, "LOW", 0.85)
+    assert data_of(page_of(folder))["charts"]["regimes"]["low"] == regimes.LOW == 0.5 and verdict(folder)[0] == "good"
+    monkeypatch.setattr(regimes, "LOW", 0.85)
     assert data_of(page_of(folder))["charts"]["regimes"]["low"] == 0.85 and "template collapse" in verdict(folder)[1]

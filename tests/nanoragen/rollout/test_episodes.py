@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanoragen.envs.registry import make
 from nanoragen.rollout.chat import Chat
-from nanoragen.rollout.episodes import UNREADABLE, Sampling, rollout
+from nanoragen.rollout.episodes import UNREADABLE, Sampling, longest_episode, rollout
 
 UP, DOWN = "go</think><answer>up</answer>", "go</think><answer>down</answer>"
 TOKENIZER = byte_tokenizer()
@@ -320,3 +320,21 @@ def test_end_ids_of_the_chat_stop_a_turn():
         episode = run_one(UP, UP, UP, tokenizer=tokenizer, end=name)
         assert [episode.ids[t.end - 1] for t in episode.turns] == [end] * 3
         assert all(t.parsed for t in episode.turns)
+
+
+def test_the_longest_episode_is_one_whose_replies_fill_their_budget():
+    tokenizer = byte_tokenizer()
+    sampling = Sampling(max_tokens=12, max_turns=3, contain_faults=True)
+    reply = play(*["x" * 7 + "</think><answer>up</answer>~"] * 3, tokenizer=tokenizer)
+    (episode,) = rollout(script(tiny_model(tokenizer), reply), tokenizer, [Ladder()], [1], [0], sampling, env_name="ladder")
+    assert len(episode.turns) == 3 and all(t.actions == ["up"] for t in episode.turns)
+    assert longest_episode(tiny_model(tokenizer), tokenizer, Ladder(), sampling) == (len(episode.ids), episode.turns[0].start)
+    assert longest_episode(tiny_model(tokenizer, positions=50), tokenizer, Ladder(), sampling)[0] == 50
+    sampling.max_context = 40
+    assert longest_episode(tiny_model(tokenizer), tokenizer, Ladder(), sampling)[0] == 40
+
+    class Broken(Ladder):
+        def reset(self, **_):
+            raise RuntimeError("no board")
+
+    assert longest_episode(tiny_model(tokenizer), tokenizer, Broken(), Sampling(max_tokens=12)) == (2048, 0)

@@ -14,9 +14,9 @@ from helpers import Ladder, byte_tokenizer, play, script, tiny_model
 import train
 from nanoragen.envs import registry
 from nanoragen.rollout.episodes import Sampling, rollout
-from nanoragen.run import metrics
 from nanoragen.run.checkpoint import is_complete, load_state
 from nanoragen.run.faults import Leave, TooManyFaults, time_limit
+from nanoragen.run.log import Log
 
 
 def hang():
@@ -141,7 +141,7 @@ def test_an_environment_that_cannot_be_made_is_one_line(name, error, monkeypatch
 def test_half_a_character_in_an_error_is_logged(tmp_path):
     episode = rolled(FAULTS["raises"])[1]
     episode.error = "bad name \udcff"
-    log.Log(tmp_path, {}).errors(1, [episode])
+    Log(tmp_path, {}).errors(1, [episode])
     assert json.loads((tmp_path / "errors.jsonl").read_text())["error"] == "bad name \udcff"
 
 

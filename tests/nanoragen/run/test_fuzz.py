@@ -22,7 +22,7 @@ from nanoragen.envs import code_data, countdown, data, lean, math_qa, search_cor
 from nanoragen.report import page as report
 from nanoragen.report.runs import Run
 from nanoragen.rollout.chat import Chat, parse_reply, reasoning_span
-from nanoragen.run import cli, metrics
+from nanoragen.run import cli, console, records
 
 INPUTS = 200  # of each of the kinds below
 fuzz = settings(max_examples=INPUTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

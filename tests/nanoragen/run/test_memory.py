@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from helpers import Ladder, byte_tokenizer, play, script, tiny_model
+from helpers import byte_tokenizer, tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from nanoragen.policy import loading
-from nanoragen.rollout.episodes import Sampling, rollout
 from nanoragen.run import memory
 from train import Config
 
@@ -85,28 +84,10 @@ def test_activations_are_what_torch_keeps(nano, autocast):
     assert 0.85 < guess / found < 1.15
 
 
-def test_the_longest_episode_is_one_whose_replies_fill_their_budget():
-    tokenizer = byte_tokenizer()
-    sampling = Sampling(max_tokens=12, max_turns=3, contain_faults=True)
-    reply = play(*["x" * 7 + "</think><answer>up</answer>~"] * 3, tokenizer=tokenizer)
-    (episode,) = rollout(script(tiny_model(tokenizer), reply), tokenizer, [Ladder()], [1], [0], sampling, env_name="ladder")
-    assert len(episode.turns) == 3 and all(t.actions == ["up"] for t in episode.turns)
-    assert memory.longest(Ladder(), tokenizer, sampling, 2048) == (len(episode.ids), episode.turns[0].start)
-    assert memory.longest(Ladder(), tokenizer, sampling, 50)[0] == 50
-    sampling.max_context = 40
-    assert memory.longest(Ladder(), tokenizer, sampling, 2048)[0] == 40
-
-    class Broken(Ladder):
-        def reset(self, **_):
-            raise RuntimeError("no board")
-
-    assert memory.longest(Broken(), tokenizer, Sampling(max_tokens=12), 2048) == (2048, 0)
-
-
 def test_the_line_and_its_warning(monkeypatch):
     tokenizer = byte_tokenizer()
     ask = lambda **more: memory.lines(
-        tiny_model(tokenizer), tokenizer, Config(env="bandit", device="cpu", **more), Ladder(), Sampling(max_tokens=12)
+        tiny_model(tokenizer), Config(env="bandit", device="cpu", **more), 2048, 40
     )
     monkeypatch.setattr(memory, "device_bytes", lambda device: 16e9)
     (line,) = ask()

@@ -1,5 +1,6 @@
 """Records that survive a bad disk, intervals, and the words for a run that learns nothing."""
 
+import importlib.util
 import json
 import math
 import os
@@ -14,7 +15,8 @@ import torch
 
 from nanoragen.learning import advantages
 from nanoragen.rollout.episodes import Episode, Turn
-from nanoragen.run import metrics
+from nanoragen.run import console, metrics
+from nanoragen.run.log import Lines, Log
 
 
 def episode(rewards=(0.5, 1.0), success=True, parsed=True, truncated=""):
@@ -44,7 +46,7 @@ def lines(path):
 
 def test_metrics_are_appended_and_stay_json(tmp_path):
     for start in (1, 3):  # a second process goes on with the same file
-        log = log.Log(tmp_path / "run", {"lr": 1e-3})
+        log = Log(tmp_path / "run", {"lr": 1e-3})
         for step in (start, start + 1):
             log.step({"step": step, "reward": math.nan if step == 2 else 0.5, "deep": {"x": [math.inf, 1.0]}})
         log.close()
@@ -55,7 +57,7 @@ def test_metrics_are_appended_and_stay_json(tmp_path):
 
 
 def test_rollouts_hold_what_is_needed_to_replay_and_check_an_episode(tmp_path):  # O1
-    log = log.Log(tmp_path, {})
+    log = Log(tmp_path, {})
     log.rollouts(5, [episode(), episode((-0.1,), False, False, "turns")], [0.7, -0.7], [True, False])
     a, b = lines(tmp_path / "rollouts.jsonl")
     assert (a["step"], a["env"], a["seed"], a["group"], a["advantage"], a["kept"], a["success"]) == (
@@ -75,7 +77,7 @@ def test_rollouts_hold_what_is_needed_to_replay_and_check_an_episode(tmp_path): 
 
 
 def test_a_disk_error_warns_once_and_does_not_stop_the_run(tmp_path):  # O1
-    log = log.Log(tmp_path, {})
+    log = Log(tmp_path, {})
     (tmp_path / "rollouts.jsonl").mkdir()  # cannot be opened for writing, by root neither
     with pytest.warns(UserWarning, match="rollouts.jsonl cannot be written") as seen:
         log.rollouts(1, [episode()], [0.0], [True])
@@ -89,7 +91,7 @@ def test_a_disk_error_warns_once_and_does_not_stop_the_run(tmp_path):  # O1
 
 
 def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch):
-    file = log.Lines(tmp_path / "x.jsonl")
+    file = Lines(tmp_path / "x.jsonl")
     file.write([{"n": 1}])
     real = open
 
@@ -120,9 +122,9 @@ def test_trackers(tmp_path, monkeypatch):
         ("tensorbord", "there is no"),
         ("trackio", "trackio is not installed; valid: pip install trackio"),
     ):
-        monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match="^log: .*" + match):
-            log.Log(tmp_path, {}, trackers=text)
+            Log(tmp_path, {}, trackers=text)
     monkeypatch.undo()
     calls = []
     fake = types.ModuleType("wandb")
@@ -131,7 +133,7 @@ def test_trackers(tmp_path, monkeypatch):
     fake.log = lambda numbers, step: calls.append((step, numbers))
     fake.finish = lambda: calls.append("finish")
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = log.Log(tmp_path / "run", {"lr": 1.0}, trackers="wandb")
+    log = Log(tmp_path / "run", {"lr": 1.0}, trackers="wandb")
     log.step({"step": 2, "reward": 0.5, "regime": "diverse"})
     log.close()
     assert calls == [("init", "nanoragen", "run", {"lr": 1.0}), (2, {"reward": 0.5}), "finish"]
@@ -247,7 +249,7 @@ def test_the_reward_of_few_steps_is_not_its_own_comparison():
 def test_a_turn_has_the_mean_advantage_of_its_tokens(tmp_path):
     one, two = episode(), episode((-0.1,))  # turns at 2:4 and 4:6, and at 2:4
     advantages.note_turns([one, two], torch.tensor([[0, 0, 1.0, 2, -3, -4], [0, 0, 5, 5, 0, 0]]))
-    log.Log(tmp_path, {}).rollouts(1, [one, two], [-1.0, 5.0], [True, True])
+    Log(tmp_path, {}).rollouts(1, [one, two], [-1.0, 5.0], [True, True])
     assert [[t["advantage"] for t in e["turns"]] for e in lines(tmp_path / "rollouts.jsonl")] == [[1.5, -3.5], [5.0]]
 
 
