@@ -1,9 +1,10 @@
-"""Which of the two ways a call takes, and the one place where Triton is imported.
+"""Which of the two implementations a call runs, and the one place where Triton is imported.
 
-Triton is Linux-only and easily broken by a mismatched driver or torch. Without it everything works, on the twins in
-reference.py, and says so once.
+Triton is Linux-only and easily broken by a mismatched driver or torch. Without it everything works, on the reference
+implementations in reference.py, and a warning says so once.
 """
 
+import functools
 import os
 import warnings
 
@@ -21,7 +22,7 @@ def interpreted() -> bool:
 
 
 def use_triton(backend: str, tensor) -> bool:
-    """True for the kernel, False for the twin. "auto": the kernel for CUDA tensors and under TRITON_INTERPRET=1."""
+    """True for the kernel, False for the reference implementation. "auto": the kernel for CUDA tensors and under TRITON_INTERPRET=1."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend: {backend!r}; valid: auto, triton, torch")
     if backend == "torch":
@@ -39,10 +40,9 @@ def use_triton(backend: str, tensor) -> bool:
     return runs
 
 
-def warn_once(said=[]):  # the list is the memory
-    if not said:
-        said.append(True)
-        warnings.warn(f"Triton {WHY}: the plain torch twins of the kernels are used instead", stacklevel=4)
+@functools.cache
+def warn_once():
+    warnings.warn(f"Triton {WHY}: the reference implementations in torch are used instead of the kernels", stacklevel=4)
 
 
 def jit(function=None, **options):

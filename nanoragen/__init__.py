@@ -2,7 +2,8 @@
 
 The folders `kernels/` and `envs/` of a checkout are the packages `nanoragen.kernels` and `nanoragen.envs`. They are never
 imported under their bare names: `kernels` is also a Hugging Face package that transformers imports when it is installed.
-In a wheel they lie inside this package; in a checkout the line below looks for them beside it.
+In a wheel they lie inside this package. In a checkout, nanoragen/kernels/__init__.py looks for the first beside this package,
+and the line below for the second.
 """
 
 import os

@@ -26,6 +26,10 @@ import nanoragen.envs.sokoban, nanoragen.kernels, nanoragen.run.cli
 from nanoragen.envs.registry import make, names
 text, _ = make("sokoban").reset(seed=0)
 assert text and "countdown" in names()
+assert "nanoragen.kernels.logprob" not in sys.modules  # names are resolved when asked for
+from nanoragen.kernels import cross_logprob_matrix, group_advantages, linear_logprob_entropy, logprob_entropy, policy_loss
+from nanoragen.kernels.logprob import logprob_entropy as the_same
+assert logprob_entropy is the_same and set(nanoragen.kernels.__all__) < set(dir(nanoragen.kernels))
 import gymnasium
 gymnasium.make("nanoragen/Sokoban-v0", disable_env_checker=True).reset(seed=1)
 home = os.path.realpath({home!r})
@@ -112,15 +116,22 @@ def test_import_names(way, fake, installed, tmp_path):
     assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
 
 
-@pytest.mark.parametrize("name", ["train", "eval"])
+def test_a_name_that_the_kernels_do_not_have():
+    with pytest.raises(ImportError, match="logprobs_entropy"):
+        from nanoragen.kernels import logprobs_entropy  # noqa: F401
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "kernels.bench"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_programs_start(way, name, installed, tmp_path):
     if way == "checkout":
-        done = subprocess.run([sys.executable, str(ROOT / f"{name}.py"), "--help"], capture_output=True, text=True, cwd=tmp_path)
+        command = ["-m", f"nanoragen.{name}"] if "." in name else [ROOT / f"{name}.py"]
+        where = ROOT if "." in name else tmp_path
+        done = subprocess.run([sys.executable, *map(str, command), "--help"], capture_output=True, text=True, cwd=where)
     else:
         code = f"import runpy, sys\nsys.argv = ['{name}', '--help']\nrunpy.run_module('nanoragen.{name}', run_name='__main__')"
         done = python(code, installed(way), tmp_path)
-    assert done.returncode == 0 and "--env" in done.stdout, done.stderr
+    assert done.returncode == 0 and ("--quick" if "bench" in name else "--env") in done.stdout, done.stderr
 
 
 def test_what_the_wheel_holds(wheel):

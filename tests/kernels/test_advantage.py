@@ -98,15 +98,6 @@ def test_ties_are_those_of_exact_arithmetic(filter, backend):
         assert [s == 0 for s in found.score.tolist()] == [s == 0 for s in score]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_advantages_of_packed_tokens(backend):
-    rewards, ids = torch.tensor([1.0, 0.0, 2.0, 2.0, 3.0], device=DEVICE), torch.tensor([0, 0, 1, 1, 0], device=DEVICE)
-    rows = torch.tensor([4, 4, 0, 2, 1, 1, 1, 3], device=DEVICE, dtype=torch.int32)
-    found = group_advantages(rewards, ids, num_groups=2, token_rows=rows, backend=backend)
-    assert found.tokens.tolist() == [found.advantages[r].item() for r in rows.tolist()] and found.tokens[0] > 1
-    assert group_advantages(rewards, ids, num_groups=2, backend=backend).tokens is None
-
-
 def advantages(rewards, ids, **how):
     return group_advantages(torch.tensor(rewards, device=DEVICE), torch.tensor(ids, device=DEVICE), **how).advantages.tolist()
 
@@ -258,3 +249,20 @@ def test_a_group_with_a_bad_reward_is_dropped_and_no_other(bad, filter, backend)
     found = group_advantages(rewards, ids, filter=filter, filter_value=value, backend=backend)
     assert found.keep.tolist() == [False, True, True] and found.advantages[:2].tolist() == [0, 0]
     assert found.advantages[2:].tolist() == pytest.approx([0.707107, -0.707107] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("metric", ["reward_std", "reward_variance"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("group", [[0.0], [0.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
+def test_score_and_std_of_a_group_with_a_bad_reward_are_nan(group, bad, metric, ddof, backend):
+    """Also where the bad reward is the only one, or all of them are the same infinity."""
+    for places in (slice(0, 1), slice(0, None)):
+        rewards = torch.tensor([*group, 1.0, 3.0], device=DEVICE)
+        rewards[: len(group)][places] = bad
+        ids = torch.tensor([0] * len(group) + [1, 1], device=DEVICE)
+        found = group_advantages(rewards, ids, num_groups=3, ddof=ddof, filter_metric=metric, backend=backend)
+        assert found.score.isnan().tolist() == found.std.isnan().tolist() == [True, False, False]
+        assert found.keep.tolist() == [False, True, False] and found.advantages.isfinite().all()
+        assert (found.advantages[: len(group)] == 0).all() and (found.advantages[len(group) :] != 0).all()

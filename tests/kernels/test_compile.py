@@ -52,14 +52,15 @@ def versions(monkeypatch):
     """{kernel: versions asked for so far}; every call goes to the kernels, as on a GPU."""
     found = {}
     for module, names in (
-        (logprob, ["_forward", "_backward"]), (policy, ["_forward"]), (advantage, ["_group_advantages"]),
-        (linear, ["_walk", "_merge_spans", "_d_logits"]), (cross, ["_segment_sum", "_row_statistics"]),
+        (logprob, ["_logprob_entropy_fwd_kernel", "_logprob_entropy_bwd_kernel"]), (policy, ["_policy_loss_fwd_kernel"]),
+        (linear, ["_partial_softmax_kernel", "_combine_kernel", "_grad_logits_kernel"]),
+        (cross, ["_segment_sum_kernel", "_row_statistics_kernel"]), (advantage, ["_group_advantages_kernel"]),
     ):  # fmt: skip
         monkeypatch.setattr(module, "use_triton", lambda backend, tensor: True)
         for name in names:
             recorder = Recorder(getattr(module, name))
             monkeypatch.setattr(module, name, recorder)
-            found[f"{module.__name__.rpartition('.')[2]}{name}"] = recorder.versions
+            found[name] = recorder.versions
     return found
 
 
@@ -84,7 +85,7 @@ def calls(lengths, device="cpu"):
 
 def test_a_new_length_compiles_nothing(versions):
     calls([1, 2, 15, 16, 17, 64])
-    expected = {**dict.fromkeys(versions, 1), "linear_walk": 2}  # the cross matrix does without the entropy
+    expected = {**dict.fromkeys(versions, 1), "_partial_softmax_kernel": 2}  # the cross matrix does without the entropy
     assert {kernel: len(found) for kernel, found in versions.items()} == expected
 
 
@@ -92,8 +93,9 @@ def test_a_new_length_compiles_nothing(versions):
 def test_a_new_length_compiles_nothing_on_a_gpu():
     def count():
         kernels = (
-            logprob._forward, logprob._backward, policy._forward, linear._walk, linear._merge_spans, linear._d_logits,
-            cross._segment_sum, cross._row_statistics, advantage._group_advantages,
+            logprob._logprob_entropy_fwd_kernel, logprob._logprob_entropy_bwd_kernel, policy._policy_loss_fwd_kernel,
+            linear._partial_softmax_kernel, linear._combine_kernel, linear._grad_logits_kernel, cross._segment_sum_kernel,
+            cross._row_statistics_kernel, advantage._group_advantages_kernel,
         )  # fmt: skip
         return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
 

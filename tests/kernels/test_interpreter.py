@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(interpreted(), reason="this is the inner run")
 def test_kernels_under_the_interpreter():
     pytest.importorskip("triton")
-    files = [str(HERE / f"test_{name}.py") for name in ("logprob", "linear", "policy", "cross", "advantage")]
+    files = [str(HERE / f"test_{name}.py") for name in ("logprob", "linear", "policy", "cross", "advantage", "targets")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *files],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=HERE.parent.parent,
