@@ -67,6 +67,27 @@ class TextEnv(gymnasium.Env):
         raise NotImplementedError(f"{type(self).__name__} has no solver")
 
 
+class Game(TextEnv):
+    """What the environments of this folder share. They write `_start(seed)`, `step`, `render`, and:
+
+    best_actions()   all good actions from here; [] where the episode is over, or nothing leads anywhere
+    """
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._start(seed)
+        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
+
+    def demonstrate(self) -> Iterator[str]:
+        while best := self.best_actions():
+            yield best[0]
+
+    def _result(self, reward, over: bool, success: bool, valid: bool, effective: bool | None = None):
+        """What `step` returns. effective: None where every valid action is."""
+        info = {"success": success, "action_is_valid": valid, "action_is_effective": valid if effective is None else effective}
+        return self.render(), float(reward), over, False, info
+
+
 def check_attributes(env, name: str):
     """ValueError where an environment's class attributes, which may be anybody's, are not what TextEnv says."""
     own = {key: getattr(env, key, None) for key in ("instruction", "max_turns", "max_actions_per_turn", "step_reward")}

@@ -12,7 +12,7 @@ from nanoragen.evaluate import evaluate
 from nanoragen.rollout.episodes import Sampling
 from nanoragen.run.settings import PlaySettings, check_ranges
 
-GAME = '''
+GAME = """
 import gymnasium
 from nanoragen.envs.base import TextEnv
 from {beside} import COLOURS
@@ -52,7 +52,7 @@ class NoActions(gymnasium.Env):
 class Fails(TextEnv):
     def __init__(self):
         raise SystemExit("no\\nscreen")
-'''
+"""
 
 
 @pytest.fixture
@@ -145,7 +145,9 @@ def test_one_line_for_what_cannot_be_played(name, message, folder):
 def test_a_random_player_needs_to_know_the_actions(folder):
     env = make("my_env.py:GuessColour")
     del type(env).actions
-    with pytest.raises(ValueError, match="^policy: GuessColour has neither `actions` nor `random_action`; valid: model, demonstrate"):
+    with pytest.raises(
+        ValueError, match="^policy: GuessColour has neither `actions` nor `random_action`; valid: model, demonstrate"
+    ):
         env.random_action(None)
 
 

@@ -115,6 +115,7 @@ def test_an_exception_in_the_middle_of_a_run(mode):
         signal.signal(signal.SIGALRM, old)
     assert not alive(token) and not children() and len(os.listdir("/proc/self/fd")) == len(before)
 
+
 @MODES
 def test_processes_files_and_handles_as_before(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -137,6 +138,7 @@ def test_runs_at_the_same_time():
     threads = [threading.Thread(target=one, args=(n,)) for n in range(8)]
     [t.start() for t in threads], [t.join() for t in threads]
     assert found == {n: f"{n * n}\n" for n in range(8)} and not children()
+
 
 # -- other users ------------------------------------------------------------------------------------------------------
 

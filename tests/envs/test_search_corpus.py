@@ -61,6 +61,7 @@ def test_worlds_by_seed():
     assert again.texts != generated(40, 1).texts
     assert SearchQA().library is SearchQA().library  # built once
 
+
 # -- ranking -----------------------------------------------------------------------------------------------------------
 
 
