@@ -20,8 +20,7 @@ import subprocess
 from dataclasses import dataclass, field
 
 from nanoragen.envs.base import CHARSET, Game, held_out
-from nanoragen.envs.data import read_both, read_rows
-from nanoragen.envs.lean_theorems import NAMES, THEOREMS
+from nanoragen.envs.data import bundled, read_both, read_rows
 from nanoragen.envs.sandbox import execute, isolation
 
 MAX_LENGTH = 300  # characters of a tactic
@@ -29,6 +28,8 @@ SHOWN = 1500  # characters of goals, or of an error
 LIMITS = {"memory": 16 << 30, "output": 1 << 18, "processes": 64}  # Lean maps its library, and starts threads
 SIGNS = "∀∃λ→←↔∧∨¬≠≤≥×∣⊢⟨⟩·∘αβγℕℤℝ∈∉⊆∅₀₁₂₃✝ᵢ⁻¹▸≡∑∏"
 NAME = "to_prove"
+THEOREMS = bundled("lean_theorems")  # [statement, tactic, ...] each
+NAMES = "abcdefgkmnpqrstuvwxyz"  # of what they are about
 AXIOMS = {"propext", "Classical.choice", "Quot.sound"}
 TACTICS = set(
     "ac_rfl aesop all_goals any_goals apply assumption by_cases by_contra cases change congr constructor contradiction contrapose "

@@ -21,19 +21,10 @@ from nanoragen.envs.base import check_attributes
 
 # file name in this folder (= the name users type) -> class in it
 _CLASSES = {
-    "sokoban": "Sokoban",
-    "frozen_lake": "FrozenLake",
-    "bandit": "Bandit",
-    "countdown": "Countdown",
-    "sudoku": "Sudoku",
-    "rubiks_cube": "RubiksCube",
-    "game_2048": "Game2048",
-    "math_qa": "MathQA",
-    "webshop": "WebShop",
-    "search_qa": "SearchQA",
-    "code": "Code",
-    "lean": "Lean",
-}
+    "sokoban": "Sokoban", "frozen_lake": "FrozenLake", "bandit": "Bandit", "countdown": "Countdown", "sudoku": "Sudoku",
+    "rubiks_cube": "RubiksCube", "game_2048": "Game2048", "math_qa": "MathQA", "webshop": "WebShop", "search_qa": "SearchQA",
+    "code": "Code", "lean": "Lean",
+}  # fmt: skip
 FORMS = "file.py:Class, module:Class, gym:ID"
 
 
