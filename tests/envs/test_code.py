@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from nanoragen.envs import code, code_data
+from nanoragen.envs import code
 from nanoragen.envs.base import EVAL_SEEDS, TRAIN_SEEDS
 from nanoragen.envs.code import Code, first_failure, same_text, same_value, unfenced
 from nanoragen.envs.code_data import own_tasks
+from nanoragen.envs.data import bundled
 from nanoragen.envs.registry import make
 from nanoragen.envs.sandbox import Result
 
@@ -39,9 +40,8 @@ def failure(program, task):
 
 
 def wrongs():
-    import yaml
 
-    return [row["wrong"] for row in yaml.safe_load((code_data.Path(code_data.__file__).with_name("code_tasks.yaml")).read_text())]
+    return [row["wrong"] for row in bundled("code_tasks")]
 
 
 # -- our own tasks -----------------------------------------------------------------------------------------------------
