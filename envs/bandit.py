@@ -7,9 +7,8 @@ paid or not: a policy that guesses succeeds half the time.
 Left out: many arms, and several pulls of the same machines (there is nothing to explore in one pull).
 """
 
-from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import Game
 
 # From best to worst. An instance pairs two arms at least six places apart.
 ARMS = (
@@ -19,7 +18,7 @@ ARMS = (
 GAP = 6
 
 
-class Bandit(TextEnv):
+class Bandit(Game):
     """
     pay_better, pay_worse   probabilities that an arm pays 1
     """
@@ -38,8 +37,7 @@ class Bandit(TextEnv):
             raise ValueError(f"pay_better: {pay_better!r}, pay_worse {pay_worse!r}; valid: 0 <= worse < better <= 1")
         self.pay_better, self.pay_worse = pay_better, pay_worse
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         rng = self.np_random
         better = int(rng.integers(len(ARMS) - GAP))
         worse = int(rng.integers(better + GAP, len(ARMS)))
@@ -48,7 +46,6 @@ class Bandit(TextEnv):
         pay = {ARMS[better]: self.pay_better, ARMS[worse]: self.pay_worse}
         self.pays = {arm: bool(rng.random() < p) for arm, p in pay.items()}
         self.pulled = None
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         name = str(action).strip().capitalize()
@@ -56,8 +53,7 @@ class Bandit(TextEnv):
         if valid:
             self.pulled = name
         reward = float(valid and self.pays[name])
-        info = {"success": self.pulled == self.better, "action_is_valid": valid, "action_is_effective": valid}
-        return self.render(), reward, self.pulled is not None, False, info
+        return self._result(reward, self.pulled is not None, self.pulled == self.better, valid)
 
     def render(self):
         text = f"machines {self.actions[0]} and {self.actions[1]}"
@@ -66,6 +62,3 @@ class Bandit(TextEnv):
     def best_actions(self) -> list[str]:
         """The better arm."""
         return [self.better] if self.pulled is None else []
-
-    def demonstrate(self) -> Iterator[str]:
-        yield from self.best_actions()

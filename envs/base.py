@@ -58,6 +58,8 @@ class TextEnv(gymnasium.Env):
 
     def random_action(self, rng) -> str:
         """What a player says who understands nothing but the rules: one of `actions`. For other games, to be overridden."""
+        if not hasattr(self, "actions"):
+            raise ValueError(f"policy: {type(self).__name__} has neither `actions` nor `random_action`; valid: model, demonstrate")
         return str(self.actions[rng.integers(len(self.actions))])
 
     def demonstrate(self) -> Iterator[str]:
@@ -65,15 +67,38 @@ class TextEnv(gymnasium.Env):
         raise NotImplementedError(f"{type(self).__name__} has no solver")
 
 
+class Game(TextEnv):
+    """What the environments of this folder share. They write `_start(seed)`, `step`, `render`, and:
+
+    best_actions()   all good actions from here; [] where the episode is over, or nothing leads anywhere
+    """
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._start(seed)
+        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
+
+    def demonstrate(self) -> Iterator[str]:
+        while best := self.best_actions():
+            yield best[0]
+
+    def _result(self, reward, over: bool, success: bool, valid: bool, effective: bool | None = None):
+        """What `step` returns. effective: None where every valid action is."""
+        info = {"success": success, "action_is_valid": valid, "action_is_effective": valid if effective is None else effective}
+        return self.render(), float(reward), over, False, info
+
+
 def check_attributes(env, name: str):
     """ValueError where an environment's class attributes, which may be anybody's, are not what TextEnv says."""
-    if not isinstance(env.instruction, str):
-        raise ValueError(f"env: {name} has the instruction {env.instruction!r:.80}; valid: text")
+    own = {key: getattr(env, key, None) for key in ("instruction", "max_turns", "max_actions_per_turn", "step_reward")}
+    if not isinstance(own["instruction"], str):
+        raise ValueError(f"env: {name} has the instruction {own['instruction']!r:.80}; valid: text")
     for key in ("max_turns", "max_actions_per_turn"):
-        if not isinstance(getattr(env, key), numbers.Integral) or getattr(env, key) < 1:
-            raise ValueError(f"env: {name} has {key} {getattr(env, key)!r:.80}; valid: a whole number, 1 or more")
-    if not isinstance(env.step_reward, numbers.Real) or not abs(env.step_reward) < MAX_REWARD:  # NaN compares false
-        raise ValueError(f"env: {name} has the step_reward {env.step_reward!r:.80}; valid: a finite number, below {MAX_REWARD:g}")
+        if not isinstance(own[key], numbers.Integral) or own[key] < 1:
+            raise ValueError(f"env: {name} has {key} {own[key]!r:.80}; valid: a whole number, 1 or more")
+    cost = own["step_reward"]
+    if not isinstance(cost, numbers.Real) or not abs(cost) < MAX_REWARD:  # NaN compares false
+        raise ValueError(f"env: {name} has the step_reward {cost!r:.80}; valid: a finite number, below {MAX_REWARD:g}")
 
 
 def eval_seeds(n: int) -> list[int]:

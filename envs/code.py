@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from nanoragen.envs.base import CHARSET, TextEnv, held_out
+from nanoragen.envs.base import CHARSET, Game, held_out
 from nanoragen.envs.code_data import Task, own_tasks, tasks_from
 from nanoragen.envs.data import read_both
 from nanoragen.envs.sandbox import isolation, run
@@ -37,7 +37,7 @@ out.flush()
 """
 
 
-class Code(TextEnv):
+class Code(Game):
     """
     allow_code_execution  must be true: the model's programs are run (what is isolated: see README.md and sandbox.py)
     level       of our own tasks, 1 to 3; 0: all. Every third task is for evaluation seeds only
@@ -76,15 +76,13 @@ class Code(TextEnv):
             self.eval_tasks = [t for n, t in enumerate(tasks) if n % 3 == 2 and level in (0, t.level)]
         isolation()  # says so, once, where programs are not isolated; RuntimeError where they cannot be run
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         tasks = self.eval_tasks if held_out(seed) else self.tasks
         self.task = task = tasks[self.np_random.integers(len(tasks))]
         self.shown, self.hidden = task.tests[: task.public], task.tests[task.public :]
         if self.own:  # one more, so that a task is not always the same prompt
             self.shown.append(self.hidden.pop(self.np_random.integers(len(self.hidden))))
         self.wrong, self.right, self.remark = 0, False, ""
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         program = unfenced(str(action))
@@ -97,8 +95,7 @@ class Code(TextEnv):
             self.right = not self.remark
             reward = 0.5**self.wrong if self.right else 0.0
             self.wrong += not self.right
-        info = {"success": self.right, "action_is_valid": valid, "action_is_effective": valid}
-        return self.render(), reward, self.right, False, info
+        return self._result(reward, self.right, self.right, valid)
 
     def render(self):
         tests = [f"{call_text(self.task, i)} -> {short(o[0])}" if self.task.call else io_text(i, o[0]) for i, o in self.shown]

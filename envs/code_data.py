@@ -14,11 +14,8 @@ import pickle
 import re
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
-import yaml
-
-from nanoragen.envs.data import read_rows
+from nanoragen.envs.data import bundled, read_rows
 
 
 @dataclass
@@ -35,11 +32,9 @@ class Task:
 @functools.cache
 def own_tasks() -> tuple[Task, ...]:
     """Our own, all levels, in the order of the file."""
-    text = Path(__file__).with_name("code_tasks.yaml").read_text(encoding="utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tuple(
         Task(r["text"], [(i, [o]) for i, o in r["tests"]], r.get("call", ""), 1, r.get("tolerance"), r["solution"], r["level"])
-        for r in rows
+        for r in bundled("code_tasks")
     )
 
 

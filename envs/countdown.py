@@ -11,12 +11,11 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
 
-from nanoragen.envs.base import TextEnv, held_out
+from nanoragen.envs.base import Game, held_out
 from nanoragen.envs.data import read_both, read_rows
 
 MAX_LENGTH = 120  # characters of an expression
@@ -29,7 +28,7 @@ LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
 
 
-class Countdown(TextEnv):
+class Countdown(Game):
     """
     numbers     how many, 2 to 4
     low, high   their range
@@ -56,12 +55,10 @@ class Countdown(TextEnv):
         self.count, self.low, self.high, self.max_target = numbers, low, high, max_target
         self.rows, self.eval_rows = read_both(data, eval_data, lambda path: read_rows(path, numbers_and_target))
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         rows = self.eval_rows if held_out(seed) else self.rows
         self.numbers, self.target = rows[self.np_random.integers(len(rows))] if rows else self._draw()
         self.answered, self.right = False, False
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def _draw(self) -> tuple[list[int], int]:
         """Numbers, and a target that some expression of them makes."""
@@ -84,8 +81,7 @@ class Countdown(TextEnv):
         valid = value is not None and Counter(used) == Counter(self.numbers) and not self.answered
         right = valid and value == self.target and claim in (None, value)
         self.answered, self.right = True, self.right or right
-        info = {"success": self.right, "action_is_valid": valid, "action_is_effective": valid}
-        return self.render(), 1.0 if right else 0.1 if valid else 0.0, True, False, info
+        return self._result(1.0 if right else 0.1 if valid else 0.0, True, self.right, valid)
 
     def render(self):
         return f"numbers {' '.join(map(str, self.numbers))} target {self.target}"
@@ -109,9 +105,6 @@ class Countdown(TextEnv):
             return []
         ways = _all([(Fraction(n), str(n)) for n in self.numbers])
         return sorted({_bare(text) for value, text in ways if value == self.target}, key=lambda t: (len(t), t))
-
-    def demonstrate(self) -> Iterator[str]:
-        yield from self.best_actions()[:1]
 
 
 def numbers_and_target(row: dict) -> tuple[list[int], int]:

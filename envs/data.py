@@ -10,8 +10,16 @@ import re
 import sys
 from pathlib import Path
 
+import yaml
+
 # what a row raises that is not in the form that is known: a list where a text belongs, and the like
 ODD = (TypeError, AttributeError, LookupError, RecursionError, OverflowError, MemoryError)
+
+
+def bundled(name: str):
+    """The contents of name.yaml, which lies in this folder."""
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_both(data, eval_data, load) -> tuple[list, list]:

@@ -8,14 +8,13 @@ On every 4x4 map every start is at most 10 moves from the goal, which is what 5 
 Slips come from the seed too: the episodes of a group that play the same actions slip the same way.
 """
 
-from collections.abc import Iterator
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import Game
 
 
-class FrozenLake(TextEnv):
+class FrozenLake(Game):
     """
     size          side of the square map, 3 to 10
     is_slippery   moves may go astray
@@ -47,8 +46,7 @@ class FrozenLake(TextEnv):
         self.frozen, self.random_start = frozen, random_start
         self.goal = size * size - 1
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         rows = generate_random_map(self.size, self.frozen, seed=int(self.np_random.integers(2**31)))
         lake = FrozenLakeEnv(desc=rows, is_slippery=self.is_slippery, success_rate=self.success_rate)
         self.transitions = lake.unwrapped.P  # [cell][action] -> [(probability, next cell, reward, over)]
@@ -56,7 +54,6 @@ class FrozenLake(TextEnv):
         self._values = self._solve()
         starts = [s for s in range(self.goal) if s not in self.holes and self._values[s] > 0]
         self.position = int(self.np_random.choice(starts)) if self.random_start else 0
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         name = str(action).strip().capitalize()
@@ -66,12 +63,7 @@ class FrozenLake(TextEnv):
             pick = self.np_random.choice(len(outcomes), p=[o[0] for o in outcomes])
             _, self.position, reward, over = outcomes[pick]
         self.position = int(self.position)
-        info = {
-            "success": self.position == self.goal,
-            "action_is_valid": valid,
-            "action_is_effective": self.position != before,
-        }
-        return self.render(), float(reward), bool(over), False, info
+        return self._result(reward, bool(over), self.position == self.goal, valid, self.position != before)
 
     def render(self):
         lines = ["".join(self._symbol(r * self.size + c) for c in range(self.size)) for r in range(self.size)]
@@ -83,16 +75,8 @@ class FrozenLake(TextEnv):
         lines.append(f"goal {goal} holes beside you {' '.join(holes) or 'none'}")
         return "\n".join(lines)
 
-    def demonstrate(self) -> Iterator[str]:
-        """The most promising move each time: a shortest safe path on firm ice, the optimal policy on slippery ice."""
-        while not self._over():
-            best = self.best_actions()
-            if not best:
-                return
-            yield best[0]
-
     def best_actions(self) -> list[str]:
-        """All moves of the highest expected value."""
+        """All moves of the highest expected value: on firm ice those of shortest safe paths."""
         values = [self._move_value(self.position, a) for a in range(4)]
         best = max(values)
         return [n for n, v in zip(self.actions, values) if best > 0 and v > best - 1e-9] if not self._over() else []

@@ -12,15 +12,14 @@ Left out: other board sizes, and going on after the target.
 
 import functools
 import math
-from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import Game
 
 ROOM = 9  # empty cells; with more of them the solver does not look ahead, which makes it four times as fast and hardly worse
 LOST = -1_000.0  # value of a board without moves to the solver, below that of any other
 
 
-class Game2048(TextEnv):
+class Game2048(Game):
     """
     target   the tile to reach: 8, 16, 32, ... 2048. The turns grow with it: about two moves for three of its value, where good
              play needs one for two.
@@ -44,12 +43,10 @@ class Game2048(TextEnv):
         self.target = target
         self.max_turns = target // 6 + 2
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         self.board = ((0,) * 4,) * 4
         self._appear()
         self._appear()
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         name = str(action).strip().capitalize()
@@ -61,8 +58,7 @@ class Game2048(TextEnv):
             self._appear()
         won = self._won()
         reward = 0.1 * math.log2(1 + points) + (10.0 if won and effective else 0.0)
-        info = {"success": won, "action_is_valid": valid, "action_is_effective": effective}
-        return self.render(), reward, self._over(), False, info
+        return self._result(reward, self._over(), won, valid, effective)
 
     def render(self):
         lines = [" ".join(str(tile or ".") for tile in row) for row in self.board]
@@ -76,10 +72,6 @@ class Game2048(TextEnv):
         promise = {a: points + _expected(board) for a in self.actions
                    for board, points in [slid(self.board, a)] if board != self.board}  # fmt: skip
         return [max(promise, key=promise.get)]
-
-    def demonstrate(self) -> Iterator[str]:
-        while best := self.best_actions():
-            yield best[0]
 
     def _appear(self):
         cells = _empty(self.board)

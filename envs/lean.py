@@ -17,12 +17,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nanoragen.envs.base import CHARSET, TextEnv, held_out
-from nanoragen.envs.data import read_both, read_rows
-from nanoragen.envs.lean_theorems import NAMES, THEOREMS
+from nanoragen.envs.base import CHARSET, Game, held_out
+from nanoragen.envs.data import bundled, read_both, read_rows
 from nanoragen.envs.sandbox import execute, isolation
 
 MAX_LENGTH = 300  # characters of a tactic
@@ -30,6 +28,8 @@ SHOWN = 1500  # characters of goals, or of an error
 LIMITS = {"memory": 16 << 30, "output": 1 << 18, "processes": 64}  # Lean maps its library, and starts threads
 SIGNS = "∀∃λ→←↔∧∨¬≠≤≥×∣⊢⟨⟩·∘αβγℕℤℝ∈∉⊆∅₀₁₂₃✝ᵢ⁻¹▸≡∑∏"
 NAME = "to_prove"
+THEOREMS = bundled("lean_theorems")  # [statement, tactic, ...] each
+NAMES = "abcdefgkmnpqrstuvwxyz"  # of what they are about
 AXIOMS = {"propext", "Classical.choice", "Quot.sound"}
 TACTICS = set(
     "ac_rfl aesop all_goals any_goals apply assumption by_cases by_contra cases change congr constructor contradiction contrapose "
@@ -54,7 +54,7 @@ class Theorem:
     proof: list[str] = field(default_factory=list)  # tactics; empty: not known
 
 
-class Lean(TextEnv):
+class Lean(Game):
     """
     command     Lean: a name or a path
     lean_path   folders of compiled libraries, separated by ":" (what `lake env printenv LEAN_PATH` prints)
@@ -81,15 +81,13 @@ class Lean(TextEnv):
         self.action_space = type(self.action_space)(max_length=2_000, charset=charset)
         isolation()  # says so, once, where Lean is not isolated
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         evaluation = held_out(seed)
         if rows := self.eval_data if evaluation else self.data:
             self.theorem = rows[self.np_random.integers(len(rows))]
         else:
             self.theorem = own_theorem(self.np_random, THEOREMS[1::2] if evaluation else THEOREMS[::2])
         self.tactics, self.goals, self.error, self.right = [], "", "", False
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         tactic = str(action).strip()
@@ -99,8 +97,7 @@ class Lean(TextEnv):
             if effective := not self.error:
                 self.tactics.append(tactic)
                 self.goals, self.right = goals, not goals
-        info = {"success": self.right, "action_is_valid": valid, "action_is_effective": effective}
-        return self.render(), float(self.right and valid), self.right, False, info
+        return self._result(self.right and valid, self.right, self.right, valid, effective)
 
     def check(self, tactics: list[str]) -> tuple[str, str]:
         """(what is left to prove, "" for nothing; why the last tactic failed, "" if it did not)."""
@@ -131,10 +128,6 @@ class Lean(TextEnv):
         """The next tactic of the known proof, as long as it was followed."""
         n = len(self.tactics)
         return [self.theorem.proof[n]] if not self.right and self.tactics == self.theorem.proof[:n] != self.theorem.proof else []
-
-    def demonstrate(self) -> Iterator[str]:
-        while best := self.best_actions():
-            yield best[0]
 
 
 @functools.cache

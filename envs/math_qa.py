@@ -9,9 +9,8 @@ Left out: problems with more than one unknown. Answers that are no numbers come 
 """
 
 import re
-from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv, held_out
+from nanoragen.envs.base import Game, held_out
 from nanoragen.envs.data import read_both, read_rows
 from nanoragen.envs.math_judge import MAX_LENGTH, boxed, installed, number, same, without_unit
 
@@ -19,7 +18,7 @@ NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jun"
 THINGS = ("apples", "beads", "books", "buttons", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stones")
 
 
-class MathQA(TextEnv):
+class MathQA(Game):
     """
     level       events of a generated problem, 1 to 5
     data        file of questions instead (JSON or JSONL): rows of MetaMathQA, GSM8K or MATH
@@ -44,15 +43,13 @@ class MathQA(TextEnv):
                 "math_qa: data with answers that are no numbers needs math-verify; valid: pip install 'nanoragen[envs]'"
             )
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         rows = self.eval_rows if held_out(seed) else self.rows
         if rows:
             self.question, self.answer = rows[self.np_random.integers(len(rows))]
         else:
             self.question, self.answer = word_problem(self.np_random, self.level)
         self.wrong, self.right = 0, False
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         text = str(action).strip()
@@ -63,8 +60,7 @@ class MathQA(TextEnv):
         reward = 0.5**self.wrong if right else 0.0
         self.right = self.right or right
         self.wrong += valid and not right
-        info = {"success": self.right, "action_is_valid": valid, "action_is_effective": valid}
-        return self.render(), reward, self.right, False, info
+        return self._result(reward, self.right, self.right, valid)
 
     def render(self):
         return self.question if self.right or not self.wrong else f"{self.question}\nNot right, think again."
@@ -75,9 +71,6 @@ class MathQA(TextEnv):
     def best_actions(self) -> list[str]:
         """The answer."""
         return [] if self.right else [self.answer]
-
-    def demonstrate(self) -> Iterator[str]:
-        yield from self.best_actions()
 
 
 def word_problem(rng, level: int) -> tuple[str, str]:

@@ -11,11 +11,10 @@ Left out: turns of the other three faces (RAGEN has them, and no half turns), an
 
 import functools
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import Game
 
 # face -> (outward direction, direction of reading, direction of its lower row), in x right, y up, z towards you: the unfolded net
 FACES = {
@@ -31,7 +30,7 @@ KNOWN_DEPTH = 5  # turns to which the positions around the solved one are listed
 PRIMES = str.maketrans("’′`", "'''")
 
 
-class RubiksCube(TextEnv):
+class RubiksCube(Game):
     """
     scramble   turns that mix the cube, 1 to 20, never two of one face in a row
 
@@ -54,15 +53,13 @@ class RubiksCube(TextEnv):
         self.scramble = scramble
         self.max_turns = min(scramble, 11)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         self.stickers = SOLVED
         while self.stickers == SOLVED:  # a long scramble may undo itself
             last = ""
             for _ in range(self.scramble):
                 last = str(self.np_random.choice([a for a in self.actions if a[0] != last[:1]]))
                 self.stickers = turned(self.stickers, last)
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         name = str(action).strip().translate(PRIMES).upper()
@@ -70,18 +67,12 @@ class RubiksCube(TextEnv):
         if valid:
             self.stickers = turned(self.stickers, name)
         solved = self.stickers == SOLVED
-        info = {"success": solved, "action_is_valid": valid, "action_is_effective": valid}
-        return self.render(), float(solved and valid), solved, False, info
+        return self._result(solved and valid, solved, solved, valid)
 
     def render(self):
         return "\n".join(
             f"{f} {self.stickers[4 * i : 4 * i + 2]}/{self.stickers[4 * i + 2 : 4 * i + 4]}" for i, f in enumerate(FACES)
         )
-
-    def demonstrate(self) -> Iterator[str]:
-        """A shortest solution."""
-        while best := self.best_actions():
-            yield best[0]
 
     def best_actions(self) -> list[str]:
         """All first turns of shortest solutions: breadth first from here, until the positions near the solved one are met."""

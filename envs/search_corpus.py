@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nanoragen.envs.data import read_both, read_rows, stamp
+from nanoragen.envs.data import bundled, read_both, read_rows, stamp
 from nanoragen.envs.retrieval import Index
 
 EVERY = 5  # questions that start from one thing in so many are asked in evaluation alone
@@ -39,48 +39,8 @@ class Library:
 
 # -- an invented world -------------------------------------------------------------------------------------------------
 
-FIRST = (
-    "Ada", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Hugo", "Irma", "Jonas", "Katya", "Lorenz", "Magda", "Nestor",
-    "Olga", "Pavel", "Rosa", "Stefan", "Thea", "Viktor",
-)  # fmt: skip
-LAST = ("Ast", "Brun", "Cald", "Dorn", "Elm", "Frey", "Glen", "Hart", "Ing", "Jas", "Kron", "Lind", "Mor", "Nord", "Orl", "Penn")
-LAST_ENDS = ("berg", "en", "field", "ley", "man", "ov", "quist", "rell", "sen", "ton")
-TOWN = ("Alder", "Brim", "Corm", "Dun", "Esk", "Fal", "Garn", "Holm", "Ister", "Kelm", "Lor", "Mar", "Ness", "Oster", "Pell")
-TOWN_ENDS = ("bridge", "ford", "haven", "mouth", "stead", "wick")
-PROVINCES = ("Ardovia", "Belmarch", "Corvania", "Drusk", "Elandia", "Fennmark", "Galdor", "Hestria")
-RIVERS = ("Aule", "Brend", "Cassel", "Dova", "Erl", "Firn", "Gleam", "Hask", "Irva", "Jole", "Kress", "Lume")
-GOODS = ("salt", "amber", "wool", "glass", "copper", "honey", "paper", "clocks", "saffron", "slate", "linen", "bells")
-WORK = (
-    "Silent",
-    "Golden",
-    "Broken",
-    "Distant",
-    "Hidden",
-    "Winter",
-    "Crimson",
-    "Hollow",
-    "Burning",
-    "Gentle",
-    "Last",
-    "Blue",
-    "Old",
-)
-WORK_ENDS = ("Orchard", "Harbor", "Lantern", "Garden", "Mirror", "Stair", "Window", "Meadow", "Island", "Letter", "Feast", "Heron")
-# what a person is: what such people make, and what they are to it
-CRAFTS = {"novelist": ("a novel", "author"), "composer": ("an opera", "composer"), "painter": ("a painting", "painter")}
-
-# relation: (question about it, the thing named by it inside a longer question; "" where the value is no thing)
-RELATIONS = {
-    "maker": ("Who was the {craft} of {x}?", "the {craft} of {x}"),
-    "teacher": ("Who was the teacher of {x}?", "the teacher of {x}"),
-    "birthplace": ("In which town was {x} born?", "the birthplace of {x}"),
-    "born": ("In which year was {x} born?", ""),
-    "province": ("In which province is {x}?", "the province of {x}"),
-    "river": ("Which river runs through {x}?", ""),
-    "founded": ("In which year was {x} founded?", ""),
-    "capital": ("What is the capital of {x}?", "the capital of {x}"),
-    "goods": ("What is {x} known for?", ""),
-}
+WORDS = bundled("search_words")
+PROVINCES, CRAFTS, RELATIONS = WORDS["provinces"], WORDS["crafts"], WORDS["relations"]
 
 
 @lru_cache(maxsize=4)
@@ -91,10 +51,10 @@ def generated(people: int, seed: int) -> Library:
     def some(values):
         return values[rng.integers(len(values))]
 
-    towns = [a + b for a, b in _pairs(rng, TOWN, TOWN_ENDS, people // 2)]
-    persons = [f"{some(FIRST)} {a}{b}" for a, b in _pairs(rng, LAST, LAST_ENDS, people)]
-    works = [f"The {a} {b}" for a, b in _pairs(rng, WORK, WORK_ENDS, people)]
-    goods = rng.permutation(GOODS).tolist()
+    towns = [a + b for a, b in _pairs(rng, WORDS["town"], WORDS["town_ends"], people // 2)]
+    persons = [f"{some(WORDS['first'])} {a}{b}" for a, b in _pairs(rng, WORDS["last"], WORDS["last_ends"], people)]
+    works = [f"The {a} {b}" for a, b in _pairs(rng, WORDS["work"], WORDS["work_ends"], people)]
+    goods = rng.permutation(WORDS["goods"]).tolist()
     births = sorted(rng.integers(1700, 1900, size=people).tolist())  # of the persons in order: teachers are older
     facts, texts, crafts = {}, {}, {}
     for n, x in enumerate(PROVINCES):
@@ -102,7 +62,7 @@ def generated(people: int, seed: int) -> Library:
         texts[x] = f"{x} is a province known for its {f['goods']}. The capital of {x} is {f['capital']}."
     for n, x in enumerate(towns):
         province = PROVINCES[n] if n < len(PROVINCES) else some(PROVINCES)  # a capital lies in its own province
-        facts[x] = f = {"province": province, "river": some(RIVERS), "founded": str(rng.integers(900, 1500))}
+        facts[x] = f = {"province": province, "river": some(WORDS["rivers"]), "founded": str(rng.integers(900, 1500))}
         texts[x] = f"{x} is a town in {province}, on the river {f['river']}. {x} was founded in {f['founded']}."
     for n, x in enumerate(persons):
         crafts[x] = some(list(CRAFTS))

@@ -13,16 +13,15 @@ Left out: a retriever with embeddings (RAGEN's server has one), and answers judg
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv, held_out
+from nanoragen.envs.base import Game, held_out
 from nanoragen.envs.retrieval import parse_action
 from nanoragen.envs.search_corpus import from_files, generated, normal
 
 MAX_TEXT = 1_000  # characters of a passage that are shown
 
 
-class SearchQA(TextEnv):
+class SearchQA(Game):
     """
     hops        searches that a question takes: 2, 3, or 0 for any number
     people      of the generated corpus, 20 to 150; it has as many works, and half as many towns
@@ -63,13 +62,11 @@ class SearchQA(TextEnv):
         if not (self.questions and self.held_out):
             raise ValueError(f"hops: no question of {data} takes {hops} searches; valid: 0 for any number")
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         questions = self.held_out if held_out(seed) else self.questions
         self.question = questions[self.np_random.integers(len(questions))]
         self.shown, self.seen = None, set()  # numbers of passages: on the page (None: no search yet), and ever
         self.answered, self.right = False, False
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         verb, argument = parse_action(action)
@@ -82,8 +79,7 @@ class SearchQA(TextEnv):
             self.answered, self.right = True, any(exact(argument, a) for a in self.question.answers)
             reward = float(self.right) if self.score == "em" else max(f1(argument, a) for a in self.question.answers)
         effective = (self.shown, self.answered) != before
-        info = {"success": self.right, "action_is_valid": valid, "action_is_effective": effective}
-        return self.render(), reward, self.answered, False, info
+        return self._result(reward, self.answered, self.right, valid, effective)
 
     def render(self):
         lines = [f"question: {self.question.text}"]
@@ -107,10 +103,6 @@ class SearchQA(TextEnv):
             return [f"finish[{self.question.answers[0]}]"]
         title, text = self.library.titles[left[0]], self.library.texts[left[0]]
         return [f"search[{title if left[0] in self.library.index.search(title, self.passages) else text}]"]
-
-    def demonstrate(self) -> Iterator[str]:
-        while best := self.best_actions():
-            yield best[0]
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------

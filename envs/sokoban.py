@@ -12,14 +12,14 @@ Left out on purpose: the gym-sokoban generator (random play that may fail and re
 import heapq
 from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import Game
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = "#_O√XPS"
 MAX_STATES = 20_000  # positions the backward search visits at most: all of a one-box room, the nearest of a larger one
 MAX_TRIES = 300  # floor plans drawn for one room
 
 
-class Sokoban(TextEnv):
+class Sokoban(Game):
     """
     height, width   room size with its outer walls, 5 to 10
     boxes           1 to 3
@@ -55,8 +55,7 @@ class Sokoban(TextEnv):
 
     # -- gymnasium -----------------------------------------------------------------------------------------------------
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         tries = 1
         while not self._draw_room():  # a plan with no start of the wanted difficulty: draw another (rare)
             if tries == MAX_TRIES:
@@ -65,7 +64,6 @@ class Sokoban(TextEnv):
                     f"solution of {self.min_moves} to {self.max_moves} moves in {tries} tries; valid: a wider range"
                 )
             tries += 1
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         name = str(action).strip().capitalize()
@@ -77,8 +75,7 @@ class Sokoban(TextEnv):
         self.player, self.boxes = player, boxes
         solved = self._solved()
         reward = self.step_reward + gained + (10.0 if solved and not solved_before else 0.0)
-        info = {"success": solved, "action_is_valid": valid, "action_is_effective": effective}
-        return self.render(), reward, solved, False, info
+        return self._result(reward, solved, solved, valid, effective)
 
     def render(self):
         lines = []

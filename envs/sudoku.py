@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv
+from nanoragen.envs.base import Game
 
 # size -> (fewest clues, default clues, placements a turn). Random puzzles seldom reach fewer clues than these.
 SIZES = {4: (4, 12, 2), 9: (24, 36, 5)}
@@ -22,7 +22,7 @@ ACTION = re.compile(r"([1-9])[\s,]+([1-9])[\s,]+([0-9])")
 SENTENCE = re.compile(r"place ([0-9]) (?:at|in) row ([1-9]),? col(?:umn)? ([1-9])", re.IGNORECASE)  # RAGEN's other spelling
 
 
-class Sudoku(TextEnv):
+class Sudoku(Game):
     """
     size    side of the grid: 4 or 9
     clues   digits given at the start; None: 12 of 16, 36 of 81
@@ -51,11 +51,9 @@ class Sudoku(TextEnv):
 
     # -- gymnasium -----------------------------------------------------------------------------------------------------
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         while not self._draw_puzzle():  # no cell can be taken any more, and there are still too many clues (rare)
             pass
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         placement, before = self._read(str(action)), list(self.cells)
@@ -64,8 +62,7 @@ class Sudoku(TextEnv):
             cell, digit = placement
             self.cells = [*self.cells[:cell], digit, *self.cells[cell + 1 :]]  # a new list: a copy of this game keeps its own
         effective, solved = self.cells != before, self._solved()
-        info = {"success": solved, "action_is_valid": valid, "action_is_effective": effective}
-        return self.render(), float(solved and effective), solved, False, info
+        return self._result(solved and effective, solved, solved, valid, effective)
 
     def render(self):
         n, box = self.size, math.isqrt(self.size)
@@ -94,11 +91,6 @@ class Sudoku(TextEnv):
         wanted = [(c, d) for c, d in enumerate(self.solution) if self.cells[c] != d]
         allowed = [self._action(c, d) for c, d in wanted if self._allowed(c, d)]
         return allowed or [self._action(c, 0) for c, _ in wanted if self.cells[c]]
-
-    def demonstrate(self) -> Iterator[str]:
-        """The solution, one digit a time, row by row."""
-        while best := self.best_actions():
-            yield best[0]
 
     # -- the grid ------------------------------------------------------------------------------------------------------
 

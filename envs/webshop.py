@@ -16,9 +16,8 @@ Left out: pictures, reviews, and the page of attributes.
 
 import math
 import re
-from collections.abc import Iterator
 
-from nanoragen.envs.base import TextEnv, held_out
+from nanoragen.envs.base import Game, held_out
 from nanoragen.envs.retrieval import parse_action
 from nanoragen.envs.webshop_catalogue import Goal, Product, from_files, generated
 
@@ -27,7 +26,7 @@ MAX_TEXT = 1_000  # characters of a description or a feature that are shown
 STOP = {"a", "an", "and", "by", "for", "from", "in", "of", "on", "or", "the", "to", "with"}  # as `_words` gives them
 
 
-class WebShop(TextEnv):
+class WebShop(Game):
     """
     products        of the generated catalogue, 10 to 10,000
     per_page        products of a page of results, 1 to 10 (WebShop: 10)
@@ -57,13 +56,11 @@ class WebShop(TextEnv):
 
     # -- gymnasium -----------------------------------------------------------------------------------------------------
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def _start(self, seed):
         goals = self.catalogue.held_out if held_out(seed) else self.catalogue.goals
         self.goal, self.limit, self.text = _ask(self.np_random, goals, self.catalogue.products)
         self.page, self.results, self.number, self.item, self.chosen = "search", [], 1, -1, {}
         self.earned = 0.0
-        return self.render(), {"success": False, "action_is_valid": True, "action_is_effective": False}
 
     def step(self, action):
         verb, argument = parse_action(action)
@@ -74,12 +71,7 @@ class WebShop(TextEnv):
             self.page, self.number, self.results = "results", 1, self.catalogue.index.search(argument, FOUND)
         elif valid:
             reward = self._click(target)
-        info = {
-            "success": self.page == "done" and self.earned == 1.0,
-            "action_is_valid": valid,
-            "action_is_effective": self._state() != before,
-        }
-        return self.render(), reward, self.page == "done", False, info
+        return self._result(reward, self.page == "done", self.page == "done" and self.earned == 1.0, valid, self._state() != before)
 
     def render(self):
         return " [SEP] ".join(text for text, _ in self._parts())
@@ -172,10 +164,6 @@ class WebShop(TextEnv):
         chosen, buttons = [_plain(v) for v in self.chosen.values()], self.buttons()
         left = [v for _, v in self.goal.options if _plain(v) in buttons and _plain(v) not in chosen]
         return [f"click[{v}]" for v in left] or ["click[Buy Now]"]
-
-    def demonstrate(self) -> Iterator[str]:
-        while best := self.best_actions():
-            yield best[0]
 
     def _query(self) -> str:
         """The words of the goal, where they bring its product onto the first page; the name of the product where not."""

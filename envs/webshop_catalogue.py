@@ -1,4 +1,4 @@
-"""The products of the web shop and what is asked for: generated from the word lists below, or read from WebShop's own files.
+"""The products of the web shop and what is asked for: generated from webshop_words.yaml, or read from WebShop's own files.
 
 Words are chosen so that the reward rule (webshop.py) cannot be met by accident: no two kinds of product share a word of their
 names, no attribute uses one, no brand sells two kinds, and no value of an option is part of another one.
@@ -12,73 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoragen.envs.data import stamp, usable
+from nanoragen.envs.data import bundled, stamp, usable
 from nanoragen.envs.retrieval import Index
 
 EVERY = 5  # one product in so many is asked for in evaluation alone
-
-COLORS = ("red", "navy", "black", "white", "teal", "beige", "purple", "orange", "pink", "brown", "silver", "yellow")
-CLOTHES = {"color": COLORS, "size": ("small", "medium", "large", "x-large", "xx-large")}
-SHOES = {"color": COLORS, "size": ("6", "7", "8", "9", "10", "11")}
-COOKING = {"color": COLORS, "capacity": ("1 quart", "2 quart", "3 quart", "5 quart")}
-PLAIN = {"color": COLORS}
-DEVICE = {"color": COLORS, "cable": ("3 ft", "6 ft", "10 ft")}
-FOOD = {"flavor": ("original", "lemon", "vanilla", "cinnamon", "ginger", "mint"), "pack": ("pack of 1", "pack of 3", "pack of 6")}
-BEAUTY = {"scent": ("lavender", "citrus", "rose", "unscented", "coconut"), "volume": ("2 ounce", "4 ounce", "8 ounce")}
-HOME = {"color": COLORS, "size": ("12 x 18 inch", "16 x 24 inch", "24 x 36 inch", "48 x 72 inch")}
-
+WORDS = bundled("webshop_words")
 # department -> attributes, and kinds of product with their lowest and highest price and their options
 DEPARTMENTS = {
-    "Clothing": (
-        ("waterproof", "machine washable", "quick drying", "breathable", "slim fit", "fleece lined", "hand stitched", "stretchy"),
-        {
-            "rain jacket": (25, 120, CLOTHES), "denim shirt": (15, 60, CLOTHES), "wool socks": (6, 25, CLOTHES),
-            "swim trunks": (12, 45, CLOTHES), "hiking boots": (40, 160, SHOES), "running sneakers": (35, 140, SHOES),
-            "straw hat": (10, 40, PLAIN),
-        },
-    ),
-    "Kitchen": (
-        ("dishwasher safe", "non stick", "stainless steel", "heat resistant", "bpa free", "easy grip", "stackable", "rust proof"),
-        {
-            "frying pan": (15, 80, COOKING), "stock pot": (25, 120, COOKING), "water bottle": (8, 35, COOKING),
-            "chef knife": (12, 110, PLAIN), "cutting board": (9, 50, PLAIN), "coffee grinder": (18, 95, PLAIN),
-            "baking tray": (8, 40, PLAIN),
-        },
-    ),
-    "Electronics": (
-        ("fast charging", "noise cancelling", "wireless", "high resolution", "energy saving", "shock proof", "dimmable", "compact"),
-        {
-            "phone charger": (8, 45, DEVICE), "bluetooth speaker": (15, 150, DEVICE), "gaming mouse": (12, 90, DEVICE),
-            "alarm clock": (10, 55, DEVICE), "desk lamp": (14, 85, DEVICE), "laptop sleeve": (9, 40, PLAIN),
-            "webcam stand": (11, 60, PLAIN),
-        },
-    ),
-    "Beauty": (
-        ("cruelty free", "long lasting", "alcohol free", "doctor tested", "vegan", "oil free", "travel size", "hypoallergenic"),
-        {
-            "face moisturizer": (7, 60, BEAUTY), "lip balm": (3, 18, BEAUTY), "bath soap": (4, 25, BEAUTY),
-            "hair conditioner": (6, 40, BEAUTY), "nail polish": (4, 20, PLAIN), "eye shadow": (6, 45, PLAIN),
-            "makeup brush": (5, 35, PLAIN),
-        },
-    ),
-    "Grocery": (
-        ("gluten free", "low sodium", "sugar free", "usda organic", "non gmo", "dairy free", "individually wrapped", "kosher"),
-        {
-            "potato chips": (3, 20, FOOD), "peanut butter": (4, 25, FOOD), "trail mix": (5, 30, FOOD), "green tea": (4, 28, FOOD),
-            "maple syrup": (7, 40, FOOD), "rice crackers": (3, 18, FOOD), "dark chocolate": (4, 32, FOOD),
-        },
-    ),
-    "Home": (
-        ("easy clean", "stain resistant", "solid wood", "eco friendly", "handmade", "foldable", "wall mounted", "double sided"),
-        {
-            "throw pillow": (10, 55, HOME), "shower curtain": (12, 60, HOME), "area rug": (30, 220, HOME),
-            "picture frame": (8, 70, HOME), "round mirror": (25, 180, PLAIN), "storage basket": (10, 50, PLAIN),
-            "window blinds": (18, 130, HOME),
-        },
-    ),
-}  # fmt: skip
-SYLLABLES = ("bra", "cor", "dal", "fen", "gor", "hul", "jor", "kel", "lun", "mar", "nor", "pel", "rho", "sil", "tor", "vex", "wim")
-ENDINGS = ("a", "ex", "ia", "is", "o", "um", "ys")
+    name: (d["attributes"], {kind: (low, high, WORDS["options"][sort]) for kind, (low, high, sort) in d["kinds"].items()})
+    for name, d in WORDS["departments"].items()
+}
 BRANDS = 6  # of each kind
 
 
@@ -131,7 +74,7 @@ def generated(count: int, seed: int) -> Catalogue:
     """A catalogue of `count` products. The same arguments give the same one, in every process."""
     rng = np.random.default_rng([seed, count])
     kinds = [(d, kind) for d, (_, kinds) in DEPARTMENTS.items() for kind in kinds]
-    names = [a + b + c for a in SYLLABLES for b in SYLLABLES if a != b for c in ENDINGS]
+    names = [a + b + c for a in WORDS["syllables"] for b in WORDS["syllables"] if a != b for c in WORDS["endings"]]
     brands = rng.permutation(names)[: BRANDS * len(kinds)].reshape(len(kinds), BRANDS)
     products, taken = [], set()
     while len(products) < count:
@@ -155,7 +98,7 @@ def _product(rng, number, department, kind, brand) -> Product:
         kind=kind,
         category=f"{department} › {kind.title()}",
         attributes=mine,
-        options={name: tuple(v for v in values if rng.random() < 0.6) or values[:1] for name, values in options.items()},
+        options={name: tuple(v for v in values if rng.random() < 0.6) or (values[0],) for name, values in options.items()},
         price=cents / 100,
         price_text=f"${cents / 100:.2f}",
         description=f"A {kind} by {brand.title()}: {', '.join(mine)}.",

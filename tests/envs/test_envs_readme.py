@@ -1,8 +1,9 @@
 """envs/README.md: the environment it shows works as written, and its table is true."""
 
-import importlib
+import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,29 +11,41 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from playable import make
 
-import nanoragen.envs.registry as registry
+from nanoragen.envs import registry
 from nanoragen.envs.base import TextEnv
 from nanoragen.envs.registry import names
 
-README = (Path(__file__).resolve().parents[2] / "envs" / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
 (CODE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.fixture
-def guess_number(tmp_path, monkeypatch):
-    """The steps of the README: the file in envs/, the entry in the registry (both undone afterwards)."""
-    import nanoragen.envs as folder
-
-    (tmp_path / "guess_number.py").write_text(CODE, encoding="utf-8")
-    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
-    monkeypatch.setitem(registry._CLASSES, "guess_number", "GuessNumber")
-    importlib.invalidate_caches()
-    yield make("guess_number")
-    sys.modules.pop("nanoragen.envs.guess_number", None)
+def guess_number(tmp_path):
+    (tmp_path / "my_env.py").write_text(CODE, encoding="utf-8")
+    return registry.make(f"{tmp_path}/my_env.py:GuessNumber")
 
 
 def test_about_thirty_lines():
     assert len([line for line in CODE.splitlines() if line.strip()]) <= 36
+
+
+def test_example_is_trained_resumed_and_evaluated_as_the_page_says(tmp_path):
+    """In processes of its own, from the folder of the file. A resumed run has the same name in its config.json."""
+    (tmp_path / "my_env.py").write_text(CODE, encoding="utf-8")
+    name = "my_env.py:GuessNumber"
+    assert f"python train.py --env {name}" in README and f"python eval.py --env {name} --policy random" in README
+    small = "--groups 2 --group_size 2 --final_episodes 2 --eval_every 0 --max_tokens 8 --device cpu --out run"
+    evaluation = f"eval.py --env {name} --policy random --episodes 3"
+    for line in (f"train.py --env {name} --steps 1 {small}", "train.py --resume run --steps 2", evaluation):
+        program, *argv = line.split()
+        done = subprocess.run([sys.executable, ROOT / program, *argv], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert f"{name}, 3 episodes" in done.stdout
+    assert json.loads((tmp_path / "run/config.json").read_text())["env"] == name
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and f"{name}/success" in lines[1]
+    assert "Find the number from 1 to 20" in (tmp_path / "run/rollouts.jsonl").read_text()
 
 
 @pytest.mark.filterwarnings("ignore")

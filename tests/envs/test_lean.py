@@ -14,8 +14,7 @@ from fake_lean import TROUBLE, fake_lean
 from nanoragen.envs import lean
 from nanoragen.envs.base import TRAIN_SEEDS
 from nanoragen.envs.data import read_rows
-from nanoragen.envs.lean import Lean, is_tactic, own_theorem, theorem_of, verdict
-from nanoragen.envs.lean_theorems import THEOREMS
+from nanoragen.envs.lean import THEOREMS, Lean, is_tactic, own_theorem, theorem_of, verdict
 from nanoragen.envs.registry import make
 from nanoragen.envs.sandbox import Result
 

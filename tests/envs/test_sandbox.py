@@ -1,76 +1,18 @@
 """The sandbox: what a program may do, what it may not, and that nothing of it is left (CASES E15 to E18)."""
 
-import contextlib
 import os
-import random
 import resource
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from pathlib import Path
 
 import pytest
+from sandboxed import BEST, MODES, PATIENT, PROC, ROOT, SMALL, apart, children, cleanly, count_from_here, tries  # noqa: F401 (a fixture)
 
 from nanoragen.envs import sandbox
 from nanoragen.envs.sandbox import run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are run on Linux only")
-ROOT = Path(__file__).resolve().parents[2]
-BEST = sandbox.isolation() if sys.platform.startswith("linux") else "none"
-MODES = pytest.mark.parametrize("mode", dict.fromkeys([BEST, "none"]))
-apart = pytest.mark.skipif(BEST != "namespaces", reason="needs namespaces, which are not allowed here")
-PROC = BEST == "namespaces" and run("import os; print(os.path.exists('/proc/self'))").stdout == "True\n"
-SMALL = dict(seconds=2.0, memory=256 << 20, processes=16)
-PATIENT = {**SMALL, "seconds": 20.0}  # for what ends by itself, on a busy machine
-
-
-def cleanly(code, **options):
-    result = run(code, **{**PATIENT, **options})
-    assert result.status == "ok", result
-    return result.stdout
-
-
-def alive(word: str) -> list[int]:
-    """Processes, zombies excepted, whose command line holds the word."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if word.encode() in Path(f"/proc/{name}/cmdline").read_bytes() and int(name) != os.getpid():
-                found.append(int(name))
-        except OSError:
-            pass
-    return found
-
-
-def all_children() -> set[str]:
-    found = set()
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            found.update(Path(f"/proc/self/task/{thread}/children").read_text().split())
-    return found
-
-
-BEFORE = set()
-
-
-@pytest.fixture(autouse=True)
-def count_from_here():
-    """Other tests of the process have children of their own: the judge of mathematics keeps one."""
-    BEFORE.clear()
-    BEFORE.update(all_children())
-
-
-def children() -> set[str]:
-    return all_children() - BEFORE
-
-
-def word() -> str:
-    return f"sleeper{random.Random().getrandbits(64)}"
-
 
 # -- what a program may do ---------------------------------------------------------------------------------------------
 
@@ -191,62 +133,6 @@ def test_too_many_processes(mode):
     assert result.seconds < 20 and not children()
 
 
-@MODES
-@pytest.mark.parametrize("how", ["fork", "double fork", "double fork, parent waits for nothing and is killed"])
-def test_children_that_outlive_their_parent(how, mode):
-    token = word()
-    sleeper = f"os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(300)  # {token}'])"
-    code = "import os, sys, time, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    code += "r, w = os.pipe()\nif os.fork() == 0:\n  os.setsid()\n"
-    code += "  if os.fork(): os._exit(0)\n  os.setpgid(0, 0)\n" if how != "fork" else ""
-    code += f"  os.set_inheritable(w, False); n = os.open(os.devnull, os.O_RDWR); [os.dup2(n, i) for i in range(3)]\n  {sleeper}\n"
-    code += "os.close(w); os.read(r, 1); print('started', flush=True)\n"  # the pipe closes when the sleeper has started
-    code += "os.kill(os.getpid(), 9)" if "killed" in how else ""
-    result = run(code, mode=mode, **PATIENT)
-    assert result.stdout == "started\n" and result.status == ("error" if "killed" in how else "ok")
-    assert not alive(token) and not children()
-
-
-@MODES
-def test_nothing_is_left_of_the_run_when_the_trainer_is_killed(mode, tmp_path):
-    token = word()
-    code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(300)  # {token}'])"
-    trainer = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom nanoragen.envs.sandbox import run\nrun({code!r}, seconds=300, mode={mode!r})"
-    process = subprocess.Popen([sys.executable, "-c", trainer], env={**os.environ, "TMPDIR": str(tmp_path)})
-    deadline = time.monotonic() + 60
-
-    def sleeping():  # the trainer's own command line holds the word too
-        return [p for p in alive(token) if p != process.pid]
-
-    while not sleeping() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert sleeping()
-    process.kill(), process.wait()
-    while sleeping() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not sleeping()
-
-
-@MODES
-def test_an_exception_in_the_middle_of_a_run(mode):
-    """The trainer's own time limit is a signal that raises (nanoragen/faults.py)."""
-    token, before = word(), set(os.listdir("/proc/self/fd"))
-    code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(300)  # {token}'])"
-
-    def late(*_):
-        raise TimeoutError("late")
-
-    old = signal.signal(signal.SIGALRM, late)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        with pytest.raises(TimeoutError, match="late"):
-            run(code, mode=mode, seconds=300)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-    assert not alive(token) and not children() and len(os.listdir("/proc/self/fd")) == len(before)
-
-
 # -- what it must not see or touch -------------------------------------------------------------------------------------
 
 
@@ -258,10 +144,6 @@ def test_e18_no_environment(mode, monkeypatch):
     assert "hunter2" not in out and "A_SECRET" not in out and "PATH" not in out
     names = cleanly("import os; print(*sorted(os.environ))", mode=mode).split()
     assert set(names) <= {"PYTHONHASHSEED", "LC_CTYPE"}
-
-
-def tries(*statements) -> str:
-    return "".join(f"try:\n  {s}\n  print('done')\nexcept OSError as e: print(type(e).__name__)\n" for s in statements)
 
 
 @apart
@@ -348,30 +230,6 @@ def test_the_root_cannot_be_left_or_changed():
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------
-
-
-@MODES
-def test_processes_files_and_handles_as_before(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mounts = Path("/proc/self/mountinfo").read_text()
-    handles = sorted(os.listdir("/proc/self/fd"))
-    nested = "import os\nopen('f', 'w').write('x'); os.mkdir('shut', 0)\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
-    for code in (nested, "print('x' * 10**6)", "import os; os.setsid; os.fork()", "1/0", "def"):
-        run(code, mode=mode, **PATIENT)
-    run("while True: pass", seconds=0.2, mode=mode)
-    assert sorted(os.listdir("/proc/self/fd")) == handles and not children()
-    assert list(tmp_path.iterdir()) == [] and Path("/proc/self/mountinfo").read_text() == mounts
-
-
-def test_runs_at_the_same_time():
-    found = {}
-
-    def one(n):
-        found[n] = run(f"print({n} * {n})", **PATIENT).stdout
-
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(8)]
-    [t.start() for t in threads], [t.join() for t in threads]
-    assert found == {n: f"{n * n}\n" for n in range(8)} and not children()
 
 
 def test_a_sandbox_that_cannot_start_says_so():

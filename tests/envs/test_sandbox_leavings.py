@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from test_sandbox import PATIENT, ROOT, SMALL, alive, children, cleanly, count_from_here, tries, word  # noqa: F401 (a fixture)
+from sandboxed import MODES, PATIENT, ROOT, SMALL, alive, children, cleanly, count_from_here, tries, word  # noqa: F401 (a fixture)
 
 from nanoragen.envs import sandbox
 from nanoragen.envs.sandbox import run
@@ -56,6 +58,86 @@ def test_what_a_killed_trainer_left_is_removed_at_the_next_start_and_nothing_els
     os.utime(kept, (1, 1))
     sandbox._sweep.__wrapped__()
     assert not kept.exists()
+
+
+@MODES
+@pytest.mark.parametrize("how", ["fork", "double fork", "double fork, parent waits for nothing and is killed"])
+def test_children_that_outlive_their_parent(how, mode):
+    token = word()
+    sleeper = f"os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(300)  # {token}'])"
+    code = "import os, sys, time, signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code += "r, w = os.pipe()\nif os.fork() == 0:\n  os.setsid()\n"
+    code += "  if os.fork(): os._exit(0)\n  os.setpgid(0, 0)\n" if how != "fork" else ""
+    code += f"  os.set_inheritable(w, False); n = os.open(os.devnull, os.O_RDWR); [os.dup2(n, i) for i in range(3)]\n  {sleeper}\n"
+    code += "os.close(w); os.read(r, 1); print('started', flush=True)\n"  # the pipe closes when the sleeper has started
+    code += "os.kill(os.getpid(), 9)" if "killed" in how else ""
+    result = run(code, mode=mode, **PATIENT)
+    assert result.stdout == "started\n" and result.status == ("error" if "killed" in how else "ok")
+    assert not alive(token) and not children()
+
+
+@MODES
+def test_nothing_is_left_of_the_run_when_the_trainer_is_killed(mode, tmp_path):
+    token = word()
+    code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(300)  # {token}'])"
+    trainer = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom nanoragen.envs.sandbox import run\nrun({code!r}, seconds=300, mode={mode!r})"
+    process = subprocess.Popen([sys.executable, "-c", trainer], env={**os.environ, "TMPDIR": str(tmp_path)})
+    deadline = time.monotonic() + 60
+
+    def sleeping():  # the trainer's own command line holds the word too
+        return [p for p in alive(token) if p != process.pid]
+
+    while not sleeping() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sleeping()
+    process.kill(), process.wait()
+    while sleeping() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleeping()
+
+
+@MODES
+def test_an_exception_in_the_middle_of_a_run(mode):
+    """The trainer's own time limit is a signal that raises (nanoragen/faults.py)."""
+    token, before = word(), set(os.listdir("/proc/self/fd"))
+    code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(300)  # {token}'])"
+
+    def late(*_):
+        raise TimeoutError("late")
+
+    old = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(TimeoutError, match="late"):
+            run(code, mode=mode, seconds=300)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert not alive(token) and not children() and len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@MODES
+def test_processes_files_and_handles_as_before(mode, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mounts = Path("/proc/self/mountinfo").read_text()
+    handles = sorted(os.listdir("/proc/self/fd"))
+    nested = "import os\nopen('f', 'w').write('x'); os.mkdir('shut', 0)\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    for code in (nested, "print('x' * 10**6)", "import os; os.setsid; os.fork()", "1/0", "def"):
+        run(code, mode=mode, **PATIENT)
+    run("while True: pass", seconds=0.2, mode=mode)
+    assert sorted(os.listdir("/proc/self/fd")) == handles and not children()
+    assert list(tmp_path.iterdir()) == [] and Path("/proc/self/mountinfo").read_text() == mounts
+
+
+def test_runs_at_the_same_time():
+    found = {}
+
+    def one(n):
+        found[n] = run(f"print({n} * {n})", **PATIENT).stdout
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(8)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert found == {n: f"{n * n}\n" for n in range(8)} and not children()
 
 
 # -- other users ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,3 @@
+"""Fixtures of more than one test file."""
+
+from judged import judge  # noqa: F401
