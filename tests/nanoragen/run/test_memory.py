@@ -87,7 +87,7 @@ def test_activations_are_what_torch_keeps(nano, autocast):
 def test_the_line_and_its_warning(monkeypatch):
     tokenizer = byte_tokenizer()
     ask = lambda **more: memory.lines(
-        tiny_model(tokenizer), Config(env="bandit", device="cpu", **more), 2048, 40
+        tiny_model(tokenizer), Config(env="bandit", device="cpu", **more), 100, 40
     )
     monkeypatch.setattr(memory, "device_bytes", lambda device: 16e9)
     (line,) = ask()

@@ -109,7 +109,7 @@ def test_half_a_line_does_not_spoil_the_next(tmp_path, monkeypatch):
             self.file.write(text[:3])
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(metrics, "open", Full, raising=False)
+    monkeypatch.setattr("nanoragen.run.log.open", Full, raising=False)
     with pytest.warns(UserWarning, match="No space left"):
         file.write([{"n": 2}])
     monkeypatch.undo()
