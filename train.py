@@ -13,7 +13,7 @@ One step, in the order of the code below (RAGEN-2, arXiv 2604.06268):
     3. advantages    (r - mean) / (std + 1e-6) in each group, or its kin (ALGORITHMS, below);  nanoragen/learning/advantages.py
                      groups without reward variance carry no signal, only noise: the SNR filter drops them
     4. loss          clipped policy gradient + beta KL - c entropy                           policy_loss, below
-    5. update        AdamW, a few minibatches
+    5. update        AdamW, a few minibatches                                                update, below
 
 Left out on purpose, against the systems this re-implements: Ray, an inference server, and tricks that are neither one small
 term nor an algorithm's own. Shapes: G groups, K episodes a group, B = G*K episodes, P sampled (trained) tokens, V vocabulary.
@@ -291,7 +291,7 @@ def train(c: Config, model, tokenizer, session):
     from nanoragen.envs.base import train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import held_out
-    from nanoragen.learning import advantages, gradients
+    from nanoragen.learning import advantages
     from nanoragen.learning.critic import Critic
     from nanoragen.policy import loading, lora
     from nanoragen.policy.batches import make_batch
@@ -300,6 +300,7 @@ def train(c: Config, model, tokenizer, session):
     from nanoragen.rollout.episodes import longest_episode, rollout, sampling_of
     from nanoragen.run import memory
     from nanoragen.run.metrics import rollout_metrics
+    from nanoragen.science import gradients
 
     torch.manual_seed(c.seed)
     envs = [make(c.env, **env_options(c)) for _ in range(c.groups * c.group_size)]

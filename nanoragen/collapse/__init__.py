@@ -4,7 +4,8 @@ In: a model and token ids of prompts and reasonings. Out: mutual information, en
 
 Read in this order:
     matrix.py      L[i, j] = log p(z_i | x_j), each prompt encoded once (`cross_matrix`)
-    estimator.py   the estimates and their standard errors from that matrix (`collapse_metrics`, `measure`), samplers, regimes
+    estimator.py   the estimates and their standard errors from that matrix (`collapse_metrics`, `measure`), samplers
+    monitor.py     the measurements of a run from step to step; nanoragen/run/regimes.py names what they show
 """
 
 from nanoragen.collapse.estimator import collapse_metrics, measure

@@ -133,20 +133,9 @@ def _sample(pairs):
     return prompts, [e.ids[t.start : t.think_end] for e, t in pairs], own, [tuple(x) for x in prompts]
 
 
-def first_turn_sample(episodes, max_rows=None):
-    """Each episode's first turn, rows with empty reasoning left out. -> (prompts, reasonings, own, column_keys)
-
-    max_rows keeps a first row of every prompt, then a second, and so on until there are enough.
-    """
-    pairs = [(e, e.turns[0]) for e in episodes if e.turns and _reasons(e.turns[0])]
-    if max_rows is not None and len(pairs) > max_rows:
-        seen, rank = {}, []
-        for n, (e, t) in enumerate(pairs):
-            key = tuple(e.ids[: t.start])
-            seen[key] = seen.get(key, -1) + 1
-            rank.append((seen[key], n))
-        pairs = [pairs[n] for n in sorted(n for _, n in sorted(rank)[:max_rows])]
-    return _sample(pairs)
+def first_turn_sample(episodes):
+    """Each episode's first turn, rows with empty reasoning left out. -> (prompts, reasonings, own, column_keys)"""
+    return _sample([(e, e.turns[0]) for e in episodes if e.turns and _reasons(e.turns[0])])
 
 
 def trajectory_sample(episodes, n, seed):

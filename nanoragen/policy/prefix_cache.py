@@ -97,7 +97,7 @@ class PrefixCache:
 def same_states(model, ids, P: int) -> bool:
     """Whether rows give the same hidden states in full and after a cached prefix of P tokens: tried on the first rows there are."""
     states = lambda inputs: model.base_model(**inputs).last_hidden_state[:, P - ids.shape[1] :].float()
-    close = support.tolerance(model)
+    close = support.rounding(model)
     with torch.autocast(ids.device.type, enabled=False):
         full = states({"input_ids": ids, "use_cache": False})
         after = lambda: states(PrefixCache(model.base_model, ids[:, :P], range(len(ids)), detach=False).suffix_inputs(range(len(ids)), ids))

@@ -40,8 +40,8 @@ def close_to(found, want, **tolerance) -> bool:
     return torch.allclose(found, want(), **tolerance)
 
 
-def tolerance(model) -> float:
-    """Of hidden states and logits computed in two ways, relative to their spread."""
+def rounding(model) -> float:
+    """Tolerance of states computed in two ways, relative to their spread."""
     return 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.05
 
 
@@ -156,7 +156,7 @@ def respects_attention_mask(model) -> bool:
         alone, padded = last(slice(0, 1), slice(-3, None)).nan_to_num(), last(slice(None), slice(None)).nan_to_num()
         return (padded - alone) / (alone.std() + alone.abs()).clamp(min=1e-30)  # broken weights are the rollout's to report
 
-    return close_to(difference, lambda: torch.zeros(1, device=device), rtol=0.0, atol=tolerance(model))
+    return close_to(difference, lambda: torch.zeros(1, device=device), rtol=0.0, atol=rounding(model))
 
 
 @once_per_model

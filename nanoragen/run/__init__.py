@@ -3,8 +3,9 @@
 In: command-line arguments and, step by step, numbers and episodes. Out: the run folder, console lines, exit statuses.
 
 Read in this order:
-    cli.py           a dataclass becomes command-line flags; settings.py checks their values and claims the run folder
-    metrics.py       the log files, and what the console says
+    cli.py           a dataclass becomes command-line flags; settings.py checks their values, folder.py claims the run folder
+    session.py       what surrounds the steps of train.py: bar, files, evaluations, checkpoints, the end
+    log.py           the log files; records.py reads them; metrics.py: figures of episodes; console.py, regimes.py: words
     checkpoint.py    save, verify, and resume exactly
     stops.py         signals and early stops; faults.py: environments that fail; memory.py: what a step will need
     distributed.py   several processes under torchrun

@@ -298,8 +298,6 @@ def test_first_turns():
     ]
     prompts, reasonings, own, keys = first_turn_sample(episodes)
     assert (prompts, reasonings, own, keys) == ([a, b], [[7, 8], [7], [8]], [0, 1, 0], [tuple(a), tuple(b)])
-    few = [episodes[0], episodes[3], episodes[1]]  # two of prompt a, one of b
-    assert first_turn_sample(few, max_rows=2)[1] == [[7, 8], [7]]  # a row of each prompt first
     assert valid_thinking_rate(episodes) == 5 / 6
     assert valid_thinking_rate([]) == 0
     assert first_turn_sample([]) == ([], [], [], [])

@@ -10,9 +10,9 @@ from helpers import byte_tokenizer, moments, timeless, tiny_model
 from safetensors.torch import load_file
 
 import train
-from nanoragen.learning.gradients import add, buckets, gradients, measure, norm, signal_to_noise
 from nanoragen.policy.batches import make_batch
 from nanoragen.rollout.episodes import Episode, Turn
+from nanoragen.science.gradients import add, buckets, gradients, measure, norm, signal_to_noise
 
 GROUPS, SIZE, TEMPERATURE = 7, 4, 0.7
 
