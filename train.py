@@ -328,7 +328,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     import numpy as np
     import torch
 
-    from nanoragen.collapse import estimator
+    from nanoragen.collapse import estimator, regimes
     from nanoragen.envs.base import eval_seeds, train_seeds
     from nanoragen.envs.registry import make
     from nanoragen.evaluate import evaluate
@@ -336,7 +336,7 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
     from nanoragen.learning.critic import Critic
     from nanoragen.policy import loading
     from nanoragen.policy.batches import make_batch
-    from nanoragen.report.page import Report, cross_record
+    from nanoragen.report.page import Report
     from nanoragen.rollout.episodes import Sampling, rollout
     from nanoragen.rollout.generation import why_plain
     from nanoragen.run import checkpoint, faults, memory, metrics
@@ -434,10 +434,10 @@ def train(c: Config, model, tokenizer, out: Path, saved: Path | None, stop, bar)
             line.update(logged)
             if found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
                 measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"] / found["mi_upper_bound"]))
-                del measured[1 : -estimator.RECENT]
-                judged = *estimator.recent(measured), *measured[0]  # the last few against the run's first
-                line["regime"], regime = estimator.regime(*judged), estimator.regime_sentence(*judged, vars(c))
-                cross.write([cross_record(step, found)])
+                del measured[1 : -regimes.RECENT]
+                judged = *regimes.recent(measured), *measured[0]  # the last few against the run's first
+                line["regime"], regime = regimes.regime(*judged), regimes.regime_sentence(*judged, vars(c))
+                cross.write([estimator.cross_record(step, found)])
         line["time/diagnosis"] = time.perf_counter() - start - line["time/rollout"]
 
         # 3. advantages against the group or the critic; the filter keeps the groups with signal

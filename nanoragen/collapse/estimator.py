@@ -8,7 +8,7 @@ Z the reasoning ids without either tag. Everything comes from one matrix of teac
 
 Parts: `cross_matrix` makes L (shared_prefix.py), `collapse_metrics` reads it, `first_turn_sample` and
 `trajectory_sample` choose the rows, `measure` does all three, `diagnose` does so for both choices of rows, `Ema` smooths
-over steps, `regime` names what was seen.
+over steps. regimes.py names what was seen.
 
 Left out on purpose: corrections for the bias of small samples (N prompts can show at most H(X) <= log N nats, given as
 `mi_upper_bound`), and clipping: a negative estimate is reported as it is.
@@ -25,6 +25,7 @@ from nanoragen.collapse.matrix import cross_matrix, distinct, positions
 from nanoragen.kernels.cross import cross_statistics
 
 SAMPLINGS = {"first_turn": "collapse_first_turn_sample/", "trajectory": "collapse_trajectory_sample/"}  # and their names in a log
+MAX_LOGGED = 32  # rows and columns of the matrix that are logged
 STD_EPS = 1e-3  # the paper code's, in the z-scores
 
 
@@ -241,62 +242,17 @@ def diagnose(model, episodes, ema=None, **how) -> tuple[Measurement, dict[str, f
     return found["first_turn"], logged
 
 
-# ---------------------------------------------------------------------------------------------------------- the regimes
-LOW = 0.5  # share of the first measurement below which H(Z|X) or MI counts as lost
-RECENT = 5  # measurements whose mean is judged: one alone, of a few prompts, jumps
+def cross_record(step: int, found: Measurement) -> dict:
+    """A line of cross.jsonl: the posterior p(x_j | z_i) = w_j p(z_i | x_j) / p_mix(z_i) of a Measurement, w as in `collapse_metrics`.
 
-
-def recent(measured) -> tuple[float, float]:
-    """Means of the last RECENT of (H(Z|X), MI / H(X)) pairs; of all where there are fewer."""
-    last = measured[-RECENT:]
-    return sum(h for h, _ in last) / len(last), sum(mi for _, mi in last) / len(last)
-
-
-def regime(h, share, h0, share0) -> str:
-    """Name of what H(Z|X) and MI / H(X) (of `recent`) show against the run's first measurement (h0, share0).
-
-    Low: below LOW of it, or none. MI counts as a share of its bound H(X), which differs from step to step: fewer different
-    prompts leave less to know.
+    posterior: at most MAX_LOGGED rows and columns, rows by their own column, 3 digits; own: the column of each row; size: [M, N].
+    A row sums to 1 over all N columns, also over those that were cut off.
     """
-    low_h = h <= 0 or h < LOW * h0
-    low_mi = share <= 0 or share < LOW * share0
-    if low_mi:
-        return "low-entropy collapse" if low_h else "template collapse"
-    return "compressed" if low_h else "diverse"
-
-
-MEANING = {
-    "diverse": "the reasoning varies and depends on the prompt",
-    "template collapse": "the reasoning still varies but no longer tells prompts apart, which entropy cannot see",
-    "compressed": "the reasoning is nearly fixed for a prompt but still depends on it",
-    "low-entropy collapse": "the reasoning is much the same text for many prompts",
-}
-
-
-def advice(name, settings) -> str:
-    """What to do in a regime; what the settings (a dict, perhaps empty) have already is left out."""
-    if name != "template collapse":
-        return {
-            "diverse": "healthy, nothing to do",
-            "compressed": "fine while reward rises, else raise --temperature or --entropy_coef, or lower --lr",
-            "low-entropy collapse": "go back to an earlier checkpoint and lower --lr, or raise --entropy_coef",
-        }[name]
-    filtered = settings.get("filter", "none") != "none"
-    on = " and ".join(f"--{key}" for key in ("beta", "entropy_coef") if settings.get(key, 1))
-    todo = [] if filtered else ["train on prompts with reward variance only (--filter top_p)"]
-    return ", or ".join(todo + [f"weaken {on}"] * bool(on)) or "go back to an earlier checkpoint and lower --lr"
-
-
-def regime_sentence(h, share, h0, share0, settings) -> str:
-    """The regime, its two numbers, what it means and what to do, in one line for the console.
-
-    Collapse is a loss. Where there was nothing to lose (share0 not above 0) the sentence says so.
-    """
-    name = regime(h, share, h0, share0)
-    meaning = f"{MEANING[name]}; {advice(name, settings)}"
-    if "collapse" in name and share0 <= 0:
-        meaning = (
-            "the reasoning did not depend on the prompt at the first measurement either, so this is how the model "
-            "started, not what training did to it; try a stronger model, or a larger --max_tokens if replies are cut off"
-        )
-    return f"{name} (H(Z|X) {h:.2f}, first {h0:.2f}; MI {share:.0%} of its bound, first {share0:.0%}): {meaning}"
+    M, N = found.sums.shape
+    weight = found.sums.new_tensor([found.own.count(j) / M for j in range(N)]).double()
+    rows = sorted((j, i) for i, j in enumerate(found.own) if j < MAX_LOGGED)[:MAX_LOGGED]
+    posterior = (found.sums.double() + weight.log()).softmax(dim=1).tolist()
+    return {
+        "step": step, "size": [M, N], "own": [j for j, _ in rows],
+        "posterior": [[round(p, 3) for p in posterior[i][:MAX_LOGGED]] for _, i in rows],
+    }  # fmt: skip

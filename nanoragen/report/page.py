@@ -36,22 +36,6 @@ MAX_BYTES = 2_000_000  # of all episodes of a page, about
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
 
 
-def cross_record(step: int, found) -> dict:
-    """A line of cross.jsonl: the posterior p(x_j | z_i) = w_j p(z_i | x_j) / p_mix(z_i) of a Measurement, w as in estimator.py.
-
-    posterior: at most MAX_SIDE rows and columns, rows by their own column, 3 digits; own: the column of each row; size: [M, N].
-    A row sums to 1 over all N columns, also over those that were cut off.
-    """
-    M, N = found.sums.shape
-    weight = found.sums.new_tensor([found.own.count(j) / M for j in range(N)]).double()
-    rows = sorted((j, i) for i, j in enumerate(found.own) if j < MAX_SIDE)[:MAX_SIDE]
-    posterior = (found.sums.double() + weight.log()).softmax(dim=1).tolist()
-    return {
-        "step": step, "size": [M, N], "own": [j for j, _ in rows],
-        "posterior": [[round(p, 3) for p in posterior[i][:MAX_SIDE]] for _, i in rows],
-    }  # fmt: skip
-
-
 # -- the verdict ---------------------------------------------------------------------------------------------------------
 
 

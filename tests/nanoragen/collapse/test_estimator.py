@@ -1,4 +1,4 @@
-"""Collapse metrics against closed forms and enumeration, the samplers, one whole measurement, the regimes."""
+"""Collapse metrics against closed forms and enumeration, the samplers, one whole measurement."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from nanoragen.collapse import estimator
-from nanoragen.collapse.estimator import Ema, collapse_metrics, first_turn_sample, measure, regime, trajectory_sample
+from nanoragen.collapse.estimator import Ema, collapse_metrics, first_turn_sample, measure, trajectory_sample
 from nanoragen.rollout.episodes import Episode, Turn
 
 LOG = math.log
@@ -411,44 +411,3 @@ def test_measure_without_reasoning_and_near_the_last_position():
     assert got.sums.shape == (2, 2) and got["mi_upper_bound"] == pytest.approx(LOG(2))
     with pytest.raises(ValueError, match="^sampling: 'last' is unknown; valid: 'first_turn', 'trajectory'$"):
         measure(model, fits, sampling="last")
-
-
-# ---------------------------------------------------------------------------------------------------------- regimes
-@pytest.mark.parametrize(
-    "h, mi, name",
-    [
-        (1.0, 0.9, "diverse"),
-        (0.51, 0.46, "diverse"),
-        (0.9, 0.44, "template collapse"),
-        (2.0, -0.1, "template collapse"),
-        (0.49, 0.9, "compressed"),
-        (0.2, 0.15, "low-entropy collapse"),
-        (0.0, 0.0, "low-entropy collapse"),
-    ],
-)
-def test_regimes(h, mi, name):
-    assert regime(h, mi, 1.0, 0.9) == name
-    sentence = estimator.regime_sentence(h, mi, 1.0, 0.9, {})
-    assert sentence.startswith(name) and "\n" not in sentence and f"MI {mi:.0%} of its bound, first 90%" in sentence
-
-
-def test_the_regime_is_that_of_the_last_few_measurements():
-    measured = [(9.0, 9.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0), (4.0, 8.0), (5.0, 0.0)]
-    assert estimator.RECENT == 5 and estimator.recent(measured) == (3.0, 4.0)
-    assert estimator.recent(measured[:2]) == (5.0, 5.5)
-
-
-def test_a_run_that_starts_without_input_dependence_is_not_called_diverse():
-    assert regime(1.0, 0.0, 1.0, 0.0) == regime(1.0, -0.2, 1.0, -0.3) == "template collapse"
-    assert regime(1.0, 0.5, 1.0, 0.0) == "diverse"
-    # nothing was lost, so nothing is blamed on the training
-    sentence = lambda first: estimator.regime_sentence(1.0, 0.0, 1.0, first, {})
-    assert "started" in sentence(0.0) and "--beta" in sentence(0.1)
-
-
-def test_advice_that_is_followed_already_is_left_out():
-    said = lambda **settings: estimator.advice("template collapse", settings)
-    assert "--filter top_p" in said() and "weaken --beta and --entropy_coef" in said()
-    assert said(filter="top_p", beta=0.1, entropy_coef=0.0) == "weaken --beta"
-    assert "--filter" not in said(filter="ragen", beta=0.0, entropy_coef=0.0) and "weaken" not in said(beta=0.0, entropy_coef=0.0)
-    assert "--lr" in said(filter="top_p", beta=0.0, entropy_coef=0.0)

@@ -9,7 +9,7 @@ from families import FALLS_BACK, MODELS, V, gpt2
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from nanoragen.collapse import matrix
+from nanoragen.collapse import estimator, matrix
 from nanoragen.collapse.matrix import cross_matrix
 
 
@@ -232,3 +232,19 @@ def test_bfloat16_is_no_worse_shared_than_plain():
     plain = (cross_matrix(model, prompts, reasonings, shared_prefix=False).double() - truth).abs()
     shared = (cross_matrix(model, prompts, reasonings).double() - truth).abs()
     assert shared.mean() <= plain.mean() * 1.25 + 0.05
+
+
+def test_posterior_against_bayes():
+    """Three rows, prompts of weight 2/3 and 1/3; the row of prompt 1 comes last, whatever its place."""
+    L = torch.tensor([[0.2, 0.7], [0.5, 0.1], [0.4, 0.4]]).log()
+    found = estimator.Measurement({}, L, [1, 0, 0], [1, 1, 1], None)
+    record = estimator.cross_record(5, found)
+    want = [[0.5 * 2, 0.1], [0.4 * 2, 0.4], [0.2 * 2, 0.7]]
+    assert record == {
+        "step": 5, "size": [3, 2], "own": [0, 0, 1],
+        "posterior": [[pytest.approx(p / sum(row), abs=6e-4) for p in row] for row in want],
+    }  # fmt: skip
+    big = estimator.Measurement({}, torch.zeros(80, 40), [i // 2 for i in range(80)], [1] * 80, None)
+    record = estimator.cross_record(1, big)
+    assert (len(record["posterior"]), len(record["posterior"][0]), record["size"]) == (32, 32, [80, 40])
+    assert record["posterior"][0] == [0.025] * 32 and record["own"] == [i // 2 for i in range(32)]
