@@ -15,11 +15,10 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import re
 import time
 import warnings
-from datetime import datetime
+from datetime import timedelta
 from pathlib import Path
 
 from nanoragen.report import charts
@@ -27,6 +26,7 @@ from nanoragen.report.episodes import chosen, escape
 from nanoragen.report.runs import Run, number, spread, visible
 from nanoragen.report.verdict import View, conclusion, gaps, percent, verdict
 from nanoragen.run import cli
+from nanoragen.run.checkpoint import write_whole
 
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
 MATRICES, MAX_SIDE = 3, 32  # cross matrices shown of a run, and rows and columns of one
@@ -59,14 +59,7 @@ def page(runs: list[Run]) -> str:
         v.name = visible(v.run.folder) if names.count(names[n]) > 1 else v.name
     parts = {name: [] for name in charts.SECTIONS}  # section -> figures
     for key, chart in charts.CHARTS.items():
-        lines = charts.lines_of(key, views)
-        said = [charts.sentence(key, v) if found else "Not measured." for v, found in zip(views, lines)]
-        parts[chart.section].append(figure(key, chart.title, chart.unit, chart.healthy, views, lines, said, percent=chart.percent))
-    lines, said, buckets = charts.gradients_of(views)
-    healthy = "the task gradient grows with reward variance and stands above entropy's and KL's; where it does not, regularisers win."
-    parts["Groups"].append(figure("gradients", "Gradients by reward variance", "norm, mean over steps", healthy, views, lines, said, labels=buckets))
-    healthy = "rollouts take most of it, the diagnosis under 10%. The rest is scoring and updates; evaluations are not in it."
-    parts["Time"].append(figure("time", "Where the time goes", "seconds a step", healthy, views, *charts.time_of(views)))
+        parts[chart.section].append(figure(key, chart, views, charts.lines_of(key, views)))
     parts["Reasoning"] += matrices(views)
     sections = {name: f'<div class="grid">{"".join(found)}</div>' for name, found in parts.items() if any(found)}
     sections |= {"Episodes": viewer(views), "Settings": settings(views)}
@@ -81,25 +74,26 @@ def page(runs: list[Run]) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: fill[m[1]], PAGE)  # one pass: a {word} in a run's text stays as it is
 
 
-def explained(key, title, unit, healthy, views, said, content) -> str:
+def explained(key, title, healthy, views, said, content) -> str:
     """A titled figure with what healthy looks like, and a sentence on each run."""
-    unit = f" <small>({escape(unit)})</small>" if unit else ""
     here = f"<b>This run:</b> {escape(said[0])}"
     if len(views) > 1:
         here = "<br>".join(f"<b>{escape(v.name)}:</b> {escape(text)}" for v, text in zip(views, said))
-    return f"""<figure id="{key}"><h3 id="{key}-title">{escape(title)}{unit}</h3>{content}
+    return f"""<figure id="{key}"><h3 id="{key}-title">{escape(title)}</h3>{content}
 <figcaption><p id="{key}-here">{here}</p><p class="muted"><b>Healthy:</b> {escape(healthy)}</p></figcaption></figure>"""
 
 
-def figure(key, title, unit, healthy, views, lines, said, **how) -> str:
+def figure(key, chart, views, lines) -> str:
     """A chart with its legend; nothing where no run has a line."""
-    flat = [s for run in lines for s in run]
+    flat = [(f"{v.name}: {s['label']}" if len(views) > 1 else s["label"], s) for v, run in zip(views, lines) for s in run]
     if not flat:
         return ""
-    named = [(f"{v.name}: {s['label']}" if len(views) > 1 else s["label"], s) for v, run in zip(views, lines) for s in run]
-    kinds = {"--": "dash", "o": "dot", "bar": "block"}
-    keys = "".join(f'<li class="{kinds.get(s["style"], "line")}" style="--k:var(--c{s["colour"] % 6})">{escape(name)}' for name, s in named)
-    return explained(key, title, unit, healthy, views, said, f"<ul class=legend>{keys}</ul>{charts.as_svg(key, flat, **how)}")
+    kinds = {"--": "dash", "o": "dot"}
+    keys = "".join(f'<li class="{kinds.get(s["style"], "line")}" style="--k:var(--{s["colour"]})">{escape(name)}' for name, s in flat)
+    said = [charts.sentence(key, v, run) for v, run in zip(views, lines)]
+    title = f"{chart.title} ({chart.unit})" if chart.unit not in ("", "%") else chart.title
+    content = f"<ul class=legend>{keys}</ul>{charts.as_svg(key, [s for _, s in flat])}"
+    return explained(key, title, chart.healthy, views, said, content)
 
 
 def matrices(views) -> list[str]:
@@ -124,7 +118,7 @@ def matrices(views) -> list[str]:
         "that the reasoning was written for that prompt. Collapsed reasoning makes all rows alike."
     )
     content = f'<div class="grid">{"".join(tables)}</div>'
-    return [explained("cross", "Which prompt was this written for?", "", healthy, views, said, content)] if tables else []
+    return [explained("cross", "Which prompt was this written for?", healthy, views, said, content)] if tables else []
 
 
 def frame(record) -> tuple | None:
@@ -173,26 +167,12 @@ def header(views) -> str:
 
 
 def made_with(view) -> str:
-    """Date, duration, commit and versions as far as known: run.json or config.json may have started, ended, commit and versions."""
-    about = {**view.config, **view.run.about}
-    said, times = [], []
-    for key in ("started", "ended"):
-        try:
-            times.append(datetime.fromisoformat(about.get(key)))
-            said.append(f"{key} {times[-1]:%Y-%m-%d %H:%M}")
-        except (TypeError, ValueError):  # not known
-            continue
-    seconds = sum(view.run.values("step_time"))
-    said += [f"steps took {duration(seconds)} in all"] if seconds > 0 else []
-    said += [f"commit {about['commit']}"] if isinstance(about.get("commit"), str) and about["commit"] else []
+    """Date, duration, commit and versions as far as known: run.json or config.json may have started, commit and versions."""
+    about, seconds = {**view.config, **view.run.about}, sum(view.run.values("step_time"))
+    said = [f"{key} {about[key]}" for key in ("started", "ended", "commit") if isinstance(about.get(key), str) and about[key]]
+    said += [f"steps took {timedelta(seconds=round(seconds))} in all"] if 0 < seconds < 1e9 else []
     versions = about.get("versions")
-    said += [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    return "; ".join(said)
-
-
-def duration(seconds) -> str:
-    minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+    return "; ".join(said + [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else said)
 
 
 def table(views) -> str:
@@ -257,16 +237,6 @@ def settings(views) -> str:
 # -- writing it ----------------------------------------------------------------------------------------------------------
 
 
-def write(text: str, path: Path):
-    """Replace the file at once: who opens it sees the old page or the new one."""
-    beside = path.with_name(path.name + f".{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)  # half a page, where the disk is full
-
-
 class Report:
     """folder/report.html of a run that is going on."""
 
@@ -283,7 +253,7 @@ class Report:
         """Write the page. A disk that fails costs the page, never the training: it warns once."""
         start = time.monotonic()
         try:
-            write(page([self.run.read()]), self.path)
+            write_whole(self.path, page([self.run.read()]))
         except OSError as e:
             if not self.warned:
                 warnings.warn(f"{self.path} cannot be written ({e.strerror}); the run goes on without", stacklevel=2)
@@ -314,7 +284,7 @@ def main(argv=None):
             if a.picture:
                 charts.picture([View(r) for r in runs], out)
             else:
-                write(text, out)
+                write_whole(out, text)
         except OSError as e:
             raise ValueError(f"{'picture' if a.picture else 'out'}: {out} cannot be written ({e.strerror}); valid: a file that can") from e
     except ValueError as e:
