@@ -1,395 +1,211 @@
-"""The charts of the report: what each shows, what healthy looks like, and a sentence that says what this run looks like.
+"""The charts of the report, drawn by matplotlib: what each shows, what healthy looks like, and what this run looks like.
 
-A chart is a function of the runs that are compared (`View`s, usually one) and returns None where nothing of it was logged, or
-
-    (title, what healthy looks like, [(run, sentence)], what assets/report.js draws)
-
-All numbers are the log's, to 6 digits; of a long run a line has at most MAX_POINTS of them.
+All numbers are the log's; of a long run a line has at most MAX_POINTS of them. A chart is drawn in marker colours that
+`as_svg` replaces by the style sheet's variables, so that it follows the page into dark mode.
 """
 
+import io
+import math
 import re
+from pathlib import Path
+from typing import NamedTuple
 
-from nanoragen.report.runs import Run, number, spread, tidy, visible
-from nanoragen.run import metrics, regimes
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-MAX_POINTS = 1000  # of a line of a chart
-MAX_STEPS = 24  # of which cross matrices are shown, all runs of a page together
-MAX_SIDE = 32  # rows and columns of a cross matrix
-FIRST, TRAJECTORY = "collapse_first_turn_sample/", "collapse_trajectory_sample/"
+from nanoragen.report.runs import number, spread, visible
+from nanoragen.report.verdict import percent, spoken
+from nanoragen.run import metrics
 
-
-class View:
-    """What the charts and sentences of one run have in common."""
-
-    def __init__(self, run: Run):
-        self.run, self.name, self.config, self.history = run, run.name, run.config, run.history()
-        keys = {k for m in self.history for k in m}
-        self.keys = sorted(keys)
-        ends = [k[: -len("/success")] for k in self.keys if k.endswith("/success") and not k.startswith("eval/")]
-        env = self.config.get("env")
-        self.env = env if env in ends or not ends else ends[0]
-        self.sample = TRAJECTORY if FIRST + "mi_seq_estimate" not in keys and TRAJECTORY + "mi_seq_estimate" in keys else FIRST
-        steps, entropy = run.series(self.sample + "conditional_entropy_est")
-        mi, bound = (dict(zip(*run.series(self.sample + key))) for key in ("mi_seq_estimate", "mi_upper_bound"))
-        self.measured = measured = [  # [(step, H(Z|X), MI / H(X))]; with one prompt only there is nothing to tell apart
-            (s, h, mi[s] / bound[s]) for s, h in zip(steps, entropy) if None not in (h, mi.get(s), bound.get(s)) and bound[s] > 0
-        ]
-        pairs = [(h, share) for _, h, share in measured]
-        self.recent = [
-            (s, *regimes.recent(pairs[max(0, i + 1 - regimes.RECENT) : i + 1])) for i, (s, _, _) in enumerate(measured)
-        ]
-        self.regimes = [(s, regimes.regime(h, share, *pairs[0])) for s, h, share in self.recent]
-        self.evaluations = []  # [(step, {"success": , "success_low": , ...})]; step 0: before training
-        for m in self.history:
-            for at, prefix in ((0, "eval/before/"), (m.get("step"), "eval/")):
-                result = {k: m.get(f"{prefix}{self.env}/{k}") for k in ("success", "success_low", "success_high", "episodes")}
-                if number(result["success"]) is not None:
-                    self.evaluations.append((at, result))
-
-    def lines(self, key, label, style="line", low=None, high=None) -> dict | None:
-        """A series of a chart, or None without any number."""
-        x, y = self.run.series(key)
-        if all(v is None for v in y):
-            return None
-        found = {"name": label, "style": style, "x": x, "y": y}
-        if low and high:
-            found.update(low=[number(low(self.run.steps[s])) for s in x], high=[number(high(self.run.steps[s])) for s in x])
-        return found
-
-    def around(self, key, label, error):
-        """A series with the band value +- 1.96 `error` of a step's metrics."""
-
-        def edge(sign):
-            return lambda m: m[key] + sign * metrics.Z95 * e if m[key] is not None and (e := error(m)) is not None else None
-
-        return self.lines(key, label, low=edge(-1), high=edge(1))
-
-    def ends(self, key) -> tuple[float, float] | None:
-        """Mean of the first and of the last few values (a quarter of them, at most 5)."""
-        values = self.run.values(key)
-        few = max(1, min(5, len(values) // 4))
-        return (sum(values[:few]) / few, sum(values[-few:]) / few) if values else None
+MAX_POINTS = 300  # of a line of a chart
+COLOURS = ("text", "muted", "grid", "c0", "c1", "c2", "c3", "c4", "c5")
+MARKERS = {name: f"#fe{i:02x}fd" for i, name in enumerate(COLOURS)}
+CSS = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+LIGHT = dict(re.findall(r"--(\w+): (#\w{6})", CSS.split("@media")[0]))
+LOOK = {"svg.fonttype": "none", "text.parse_math": False, "font.family": ["DejaVu Sans"], "font.size": 11}
 
 
-def percent(x) -> str:
-    return f"{x:.1%}" if 0 < x < 1 else f"{x:.0%}"
+class Chart(NamedTuple):
+    """lines: (metric, its label, style) of each; {env} and {sample} in a metric are the run's. unit "%": the axis is 0 to 100%."""
+
+    section: str
+    title: str
+    unit: str
+    healthy: str
+    lines: tuple
+
+
+S = "{sample}"
+CHARTS = {
+    "success": Chart("Learning", "Success", "%", "rises, on held-out episodes too; intervals that overlap prove nothing.",
+                     (("{env}/success", "training episodes", "thin"),)),
+    "reward": Chart("Learning", "Reward", "", "rises with success; reward without success means the reward is gamed.",
+                    (("reward", "mean reward, 95% as if episodes were independent", "-"),)),
+    "information": Chart("Reasoning", "Mutual information of prompt and reasoning", "nats", "near its bound, the entropy of the prompts; "
+                         "at 0 the reasoning ignores the prompt.", ((S + "mi_seq_estimate", "MI, 95%", "-"), (S + "mi_upper_bound", "bound H(X)", "--"))),
+    "entropy_of_reasoning": Chart("Reasoning", "Entropy of the reasoning given its prompt", "nats a token", "well above 0. If it stays while MI "
+                                  "falls, that is template collapse.", ((S + "conditional_entropy_est", "H(Z|X), 95%", "-"),)),
+    "retrieval": Chart("Reasoning", "Can the prompt be told from the reasoning?", "%", "far above chance.",
+                       ((S + "retrieval_accuracy", "retrieval, 95%", "-"), (S + "retrieval_chance_level", "chance", "--"))),
+    "spread": Chart("Groups", "Reward spread inside a group", "", "well above 0: it is the only signal to learn from.",
+                    (("rollout/in_group_reward_std", "in-group reward std", "-"),)),
+    "kept": Chart("Groups", "Groups that train", "%", "many; none kept means too easy, too hard, or a filter too strict.",
+                  (("rollout/filter_kept_ratio", "groups kept", "-"), ("rollout/zero_variance_ratio", "without variance", "--"))),
+    "gradients": Chart("Groups", "Gradients by reward variance", "mean norm", "the task's grows with the variance and stands above entropy's and "
+                       "KL's; else regularisers win.", (("task", "task", "-"), ("entropy", "entropy", "--"), ("kl", "KL", "thin"))),
+    "loss": Chart("Optimisation", "Loss", "", "of one size. It need not fall: advantages are relative.", (("loss", "loss", "-"),)),
+    "kl": Chart("Optimisation", "KL divergence", "nats a token", "small; a jump means that --lr is too high.",
+                (("approx_kl", "to the policy that sampled", "-"), ("kl", "to the reference", "--"))),
+    "gradient": Chart("Optimisation", "Gradient norm", "", "of one size, without jumps.", (("grad_norm", "norm before clipping", "-"),)),
+    "clipped": Chart("Optimisation", "Clipped tokens", "%", "a few per cent at most.", (("clip_ratio/region_mean", "share of tokens", "-"),)),
+    "entropy": Chart("Optimisation", "Entropy of the policy", "nats a token", "falls slowly; at 0 nothing is explored any more.",
+                     (("entropy", "entropy", "-"),)),
+    "length": Chart("Replies", "Length", "tokens", "settles; growth without success is padding.",
+                    (("completions/mean_length", "sampled in an episode", "-"), ("completions/max_length", "longest reply", "--"))),
+    "parse": Chart("Replies", "Replies that parse", "%", "near 100%.", (("rollout/parse_rate", "parse", "-"),
+                   ("completions/clipped_ratio", "cut at --max_tokens", "--"))),
+    "time": Chart("Time", "Where the time goes", "seconds a step", "rollouts take most of it, the diagnosis under 10%.",
+                  (("step_time", "whole step without evaluation", "--"),)),
+}  # fmt: skip
+SECTIONS = tuple(dict.fromkeys(c.section for c in CHARTS.values()))
 
 
 def short(x) -> str:
     return f"{x:.3g}" if x and abs(x) < 1 else f"{x:.2f}"
 
 
-def spoken(result) -> str:
-    """An evaluation in words."""
-    low, high = result["success_low"], result["success_high"]
-    return percent(result["success"]) + (f" (95%: {percent(low)} to {percent(high)})" if None not in (low, high) else "")
+def name_of(metric, view) -> str:
+    """The metric's name in the run's log."""
+    return metric.replace("{env}", str(view.env), 1) if metric.startswith("{env}") else metric.replace(S, view.sample)
 
 
-def learned(view) -> str:
-    """rose, fell, unclear (the 95% intervals overlap) or unknown: the last held-out success against the first."""
-    found = [r for _, r in view.evaluations if None not in (r["success_low"], r["success_high"])]
-    if len(found) < 2:
-        return "unknown"
-    first, last = found[0], found[-1]
-    if last["success_low"] > first["success_high"]:
-        return "rose"
-    return "fell" if last["success_high"] < first["success_low"] else "unclear"
+def points(view, key) -> tuple:
+    """(x, y, half-width of the 95% interval) of a metric; None where there is no number."""
+    x, y = view.run.series(key)
+    rows = [view.run.steps[s] for s in x]
+    errors = [m.get(key + "_se") for m in rows]
+    if key == "reward":
+        episodes = (number(view.config.get("groups")) or 0) * (number(view.config.get("group_size")) or 0)
+        errors = [m["reward_std"] / episodes**0.5 if episodes > 0 and m.get("reward_std") is not None else None for m in rows]
+    kept = spread(range(len(x)), MAX_POINTS)
+    half = [None if e is None else abs(metrics.Z95 * e) for e in errors]
+    return tuple([values[i] for i in kept] for values in (x, y, half))
 
 
-def several(views, series, sentence) -> tuple[list, list]:
-    """(sentences, series) of all runs; `series(view)` gives a list with None where there is nothing."""
-    said, drawn = [], []
-    for n, view in enumerate(views):
-        found = [s for s in series(view) if s]
-        for s in found:
-            kept = spread(range(len(s["x"])), MAX_POINTS)
-            s.update({k: [tidy(s[k][i]) for i in kept] for k in ("x", "y", "low", "high") if k in s}, color=s.get("color", n))
-            if len(views) > 1:
-                s["name"] = f"{view.name}: {s['name']}"
-        drawn += found
-        said.append((view.name, sentence(view) if found else "This was not measured."))
-    return said, drawn
+def by_bucket(view, part) -> tuple:
+    """(bucket, mean over the steps of grad_norm/<bucket>/<part>, None)."""
+    found = [(int(k.split("/")[1]), v) for k in view.keys if re.fullmatch(rf"grad_norm/\d{{1,3}}/{part}", k, re.ASCII) and (v := view.run.values(k))]
+    found = sorted((bucket, sum(v) / len(v)) for bucket, v in found)
+    return [b for b, _ in found], [v for _, v in found], [None] * len(found)
 
 
-def lines_chart(title, healthy, views, series, sentence, **more):
-    said, drawn = several(views, series, sentence)
-    return (title, healthy, said, {"kind": "lines", "series": drawn, **more}) if drawn else None
-
-
-def success_chart(views):
-    def series(v):
-        x = [s for s, _ in v.evaluations]
-        y, low, high = ([r[k] for _, r in v.evaluations] for k in ("success", "success_low", "success_high"))
-        held = {"name": "held-out episodes, 95%", "style": "dots", "x": x, "y": y, "low": low, "high": high} if x else None
-        return [v.lines(f"{v.env}/success", "training episodes"), held]
-
-    def sentence(v):
-        ends = v.ends(f"{v.env}/success")
-        text = f"Training episodes succeed in {percent(ends[0])} at first and {percent(ends[1])} at last." if ends else ""
-        if v.evaluations:
-            last = f" at first, {spoken(v.evaluations[-1][1])} at last" if len(v.evaluations) > 1 else ", measured once"
-            text = f"Held out: {spoken(v.evaluations[0][1])}{last}. {text}"
-        return text
-
-    healthy = (
-        "rises, on held-out episodes too; intervals that overlap prove nothing. Training episodes are new every step, so they jump."
-    )
-    return lines_chart("Success", healthy, views, series, sentence, range=[0, 1], percent=True, y="success")
-
-
-def reward_chart(views):
-    def series(v):
-        episodes = (number(v.config.get("groups")) or 0) * (number(v.config.get("group_size")) or 0)
-        error = lambda m: m["reward_std"] / episodes**0.5 if episodes and m.get("reward_std") is not None else None
-        return [v.around("reward", "mean reward, 95% as if episodes were independent", error)]
-
-    def sentence(v):
-        first, last = v.ends("reward")
-        return f"The mean reward went from {short(first)} in the first steps to {short(last)} in the last."
-
-    return lines_chart(
-        "Reward", "rises with success; reward without success means the reward is gamed.", views, series, sentence, y="reward"
-    )
-
-
-def regime_chart(views):
-    """H(Z|X) against MI / H(X), each over the run's first measurement; where that is not above 0, as it is."""
-    said, drawn, strips = [], [], []
-    for n, v in enumerate(views):
-        if not v.measured:
-            said.append((v.name, unmeasured(v)))
-            continue
-        h0, share0 = v.measured[0][1:]
-        kept = spread(range(len(v.measured)), MAX_POINTS)
-        points = [v.recent[i] for i in kept]
-        scale = [h0 if h0 > 0 else 1.0, share0 if share0 > 0 else 1.0]
-        drawn.append({
-            "name": v.name, "color": n, "step": [p[0] for p in points],
-            "x": [tidy(p[1] / scale[0]) for p in points], "y": [tidy(p[2] / scale[1]) for p in points],
-            "regime": [v.regimes[i][1] for i in kept],
-        })  # fmt: skip
-        strips.append({"name": v.name, "spells": spells(v.regimes)})
-        text = f"Last: {found_and_todo(v)[0]}. {over_time(v.regimes)}"
-        if min(h0, share0) <= 0:
-            text += " A first measurement is not above 0, so that axis is not relative to it."
-        said.append((v.name, text))
-    healthy = (
-        "stays in the upper right corner: the reasoning varies (H(Z|X), to the right) and depends on its prompt (MI as a share of its bound, up). Falling "
-        "down is template collapse, which entropy alone does not show. 1 is the run's first measurement, a point the mean of "
-        f"the last {regimes.RECENT}."
-    )
-    spec = {
-        "kind": "map",
-        "low": regimes.LOW,
-        "runs": drawn,
-        "strips": strips,
-        "x": "H(Z|X) / first",
-        "y": "MI of its bound / first",
-    }
-    return ("Reasoning regimes", healthy, said, spec) if drawn else None
-
-
-def unmeasured(view) -> str:
-    """Why there is no regime."""
-    if view.run.values(view.sample + "mi_upper_bound"):
-        return "With one prompt a step there is nothing to tell apart (--groups)."
-    return "Neither was measured (--mi_every)."
-
-
-def found_and_todo(view) -> tuple[str, str]:
-    """The last regime with its numbers and what it means, and what to do about it (both from regimes.py)."""
-    todo = regimes.advice(view.regimes[-1][1], view.config)
-    found = regimes.regime_sentence(*view.recent[-1][1:], *view.measured[0][1:], view.config)
-    return found.removesuffix(f"; {todo}"), todo
-
-
-def spells(regimes) -> list:
-    """[(step, name)] -> [[first step, last step, name]] of the stretches in which nothing changes."""
+def lines_of(key, views) -> list[list[dict]]:
+    """The lines of a chart, a list for each run. One run: a colour a line; several: a colour a run, and of time the whole step."""
     out = []
-    for step, name in regimes:
-        if out and out[-1][2] == name:
-            out[-1][1] = step
-        else:
-            out.append([step, step, name])
+    for n, v in enumerate(views):
+        parts, found = CHARTS[key].lines, []
+        if key == "time" and len(views) == 1:
+            parts = (*((k, visible(k.split("/", 1)[1]), "-") for k in v.keys if k.startswith("time/")), *parts)
+        for metric, label, style in parts:
+            x, y, half = by_bucket(v, metric) if key == "gradients" else points(v, name_of(metric, v))
+            found.append({"label": label, "style": style, "x": x, "y": y, "half": half})
+        if key == "success":
+            results = [r for _, r in v.evaluations]
+            half = [None if None in (low := r["success_low"], high := r["success_high"]) else (r["success"] - low, high - r["success"]) for r in results]
+            x, y = [s for s, _ in v.evaluations], [r["success"] for r in results]
+            found.append({"label": "held-out episodes, 95%", "style": "o", "x": x, "y": y, "half": half})
+        for i, s in enumerate(found):
+            s["colour"] = f"c{(n if len(views) > 1 else i) % 6}"
+        out.append([s for s in found if any(y is not None for y in s["y"])])
     return out
 
 
-def over_time(regimes) -> str:
-    stretches = [(f"steps {a} to {b}" if a < b else f"step {a}") + f": {name}" for a, b, name in spells(regimes)]
-    if len(stretches) > 6:
-        names = [name for _, name in regimes]
-        return "Of all measurements: " + ", ".join(f"{names.count(n)} {n}" for n in dict.fromkeys(names)) + "."
-    return "Over time: " + "; ".join(stretches) + "."
+def sentence(key, view, lines) -> str:
+    """What a chart shows of a run."""
+    if not lines:
+        return "Not measured."
+    if key == "success" and view.evaluations:
+        first, last = view.evaluations[0][1], view.evaluations[-1][1]
+        return f"Held out: {spoken(first)}{f' at first, {spoken(last)} at last' if len(view.evaluations) > 1 else ', measured once'}."
+    words = percent if CHARTS[key].unit == "%" else short
+    y = [v for v in lines[0]["y"] if v is not None]
+    if key == "time" and (total := sum(view.run.values("step_time"))):
+        shares = [f"{visible(k.split('/', 1)[1])} {sum(view.run.values(k)) / total:.0%}" for k in view.keys if k.startswith("time/")]
+        return f"A step takes {short(total / len(view.run.values('step_time')))} s on average: {', '.join(shares)}."
+    if key == "gradients":
+        return f"The {lines[0]['label']} gradient's norm is {short(y[0])} in the bucket of least variance and {short(y[-1])} in that of most."
+    first, last = view.ends(name_of(CHARTS[key].lines[0][0], view)) or (y[0], y[-1])
+    chance = view.ends(view.sample + "retrieval_chance_level") if key == "retrieval" else None
+    return f"{words(first)} in the first steps, {words(last)} in the last{f', where chance is {percent(chance[1])}' if chance else ''}."
 
 
-def information_chart(views):
-    def series(v):
-        key = v.sample + "mi_seq_estimate"
-        mi = v.around(key, "MI, 95%", lambda m: m.get(key + "_se"))
-        return [mi, v.lines(v.sample + "mi_upper_bound", "upper bound H(X)", "dash")]
-
-    def sentence(v):
-        mi = v.run.values(v.sample + "mi_seq_estimate")
-        if not mi:
-            return "MI was not measured."
-        last = mi[-regimes.RECENT :]
-        text = f"MI was {short(mi[0])} nats at the first measurement and is {short(sum(last) / len(last))} in the mean of the last {len(last)}"
-        return text + (f", {v.recent[-1][2]:.0%} of its bound." if v.measured else ".")
-
-    healthy = "MI stays near its upper bound, the entropy of the prompts: knowing the reasoning, one knows the prompt. At 0 it ignores the prompt."
-    return lines_chart("What the reasoning knows of its prompt", healthy, views, series, sentence, y="nats", zero=True)
+# -- drawing ---------------------------------------------------------------------------------------------------------------
 
 
-def retrieval_chart(views):
-    def series(v):
-        key = v.sample + "retrieval_accuracy"
-        found = v.around(key, "retrieval, 95%", lambda m: m.get(key + "_se"))
-        return [found, v.lines(v.sample + "retrieval_chance_level", "chance", "dash")]
-
-    def sentence(v):
-        found, chance = v.ends(v.sample + "retrieval_accuracy"), v.ends(v.sample + "retrieval_chance_level")
-        if not found or not chance:
-            return "Retrieval or its chance level was not measured."
-        return (
-            f"Retrieval was {percent(found[0])} at first and is {percent(found[1])} at last, where chance is {percent(chance[1])}."
-        )
-
-    healthy = "far above chance: the prompt under which a reasoning is most probable is the one that it was written for."
-    more = {"range": [0, 1], "percent": True, "y": "retrieval"}
-    return lines_chart("Can the prompt be told from the reasoning?", healthy, views, series, sentence, **more)
-
-
-def cross_chart(views):
-    said, drawn = [], []
-    for v in views:
-        frames = []
-        for step in spread(v.run.has("cross.jsonl"), max(2, MAX_STEPS // len(views))):
-            frames += [f for r in list(v.run.records("cross.jsonl", step))[-1:] if (f := frame(step, r))]
-        if not frames:
-            said.append((v.name, "No cross matrix was logged."))
+def plot(ax, key, lines, paint):
+    """Lines with their 95% bands, and dots with intervals, into axes. paint: the colours by name."""
+    for s in lines:
+        colour, x, y = paint[s["colour"]], s["x"], [math.nan if v is None else v for v in s["y"]]
+        known = [(a, b, h) for a, b, h in zip(x, y, s["half"]) if h is not None]
+        if s["style"] == "o":
+            ax.plot(x, y, "o", color=colour, markersize=4)
+            for a, b, (down, up) in known:
+                ax.plot([a, a], [b - down, b + up], color=colour, linewidth=1.5)
             continue
-        drawn.append({"name": v.name, "frames": frames})
-        last = frames[-1]
-        own = [row[j] for row, j in zip(last["p"], last["own"]) if row[j] is not None]
-        mean = f"{percent(sum(own) / len(own))} of the probability on average" if own else "no finite probability"
-        # reasoning that ignores its prompt leaves each prompt its weight, the share of rows that are its own
-        chance = sum(last["own"].count(j) for j in last["own"]) / (len(last["own"]) * last["size"][0])
-        said.append((v.name, f"At step {last['step']} a reasoning's own prompt has {mean}; chance is {percent(chance)}."))
-    healthy = (
-        "strong on the outlined cells, faint elsewhere. Row: a reasoning. Column: a prompt. Colour: how probable it is that the reasoning "
-        "was written for that prompt. Collapsed reasoning makes all rows alike."
-    )
-    return ("Which prompt was this written for?", healthy, said, {"kind": "heat", "runs": drawn}) if drawn else None
+        alone = [i for i, v in enumerate(y) if v == v and all(w != w for w in y[max(0, i - 1) : i] + y[i + 1 : i + 2])]  # NaN != NaN
+        width = 1 if s["style"] == "thin" else 1.6
+        ax.plot(x, y, "--" if s["style"] == "--" else "-", color=colour, linewidth=width, marker="o", markersize=3, markevery=alone)
+        if known:
+            ax.fill_between(*zip(*((a, b - h, b + h) for a, b, h in known)), color=colour, alpha=0.16, linewidth=0)
+    numbers, shares = [v for s in lines for v in s["y"] if v is not None], CHARTS[key].unit == "%"
+    if shares:
+        low, high = min(0.0, *numbers, 0.0), max(1.0, *numbers, 1.0)
+        ax.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+    elif 0 <= min(numbers) < max(numbers) / 2:
+        ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if shares else f"{v:.4g}"))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.set_xlabel("bucket of in-group reward std" if key == "gradients" else "step", loc="right", color=paint["muted"])
+    ax.tick_params(length=0, labelcolor=paint["muted"])
+    ax.grid(axis="y", color=paint["grid"], linewidth=1)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "left", "right"]].set_visible(False)
+    ax.spines["bottom"].set_color(paint["muted"])
 
 
-def frame(step, record) -> dict | None:
-    """A checked line of cross.jsonl for the page."""
-    p, own, size = (record.get(k) for k in ("posterior", "own", "size"))
-    if not isinstance(p, list) or not p or not isinstance(own, list) or len(own) != len(p):
-        return None
-    p = [[number(x) for x in row[:MAX_SIDE]] for row in p[:MAX_SIDE] if isinstance(row, list) and len(row) == len(p[0])]
-    own = own[:MAX_SIDE]
-    if len(p) != len(own) or not p[0] or not all(type(j) is int and 0 <= j < len(p[0]) for j in own):
-        return None
-    right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-    return {"step": step, "p": p, "own": own, "size": size if right else [len(p), len(p[0])]}
+def as_svg(key, lines) -> str:
+    """A chart for the page: an <svg> without size, in the style sheet's colours, its ids those of no other chart."""
+    with rc_context({**LOOK, "svg.hashsalt": key}):
+        figure = Figure(figsize=(340 / 72, 190 / 72))  # matplotlib has 72 units an inch
+        plot(figure.add_axes((0.16, 0.22, 0.82, 0.73)), key, lines, MARKERS)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    start = f'<svg viewBox="0 0 340 190" role="img" aria-labelledby="{key}-title" aria-describedby="{key}-here">'
+    text = re.sub(r".*?<svg[^>]*>", start, file.getvalue(), count=1, flags=re.DOTALL)
+    text = re.sub(r'<style.*?</style>| transform="rotate\(-?0 [^"]*"|(?<=<g) id="[^"]*"', "", text)
+    text = re.sub(r"\n *", " ", text).replace("xlink:href", "href").replace("font-family: 'DejaVu Sans'; ", "")
+    text = re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), text)
+    return re.sub(r"#fe(0\d)fd", lambda m: f"var(--{COLOURS[int(m[1]) % len(COLOURS)]})", text)
 
 
-def spread_chart(views):
-    def sentence(v):
-        std = v.ends("rollout/in_group_reward_std")
-        return f"In-group reward std was {short(std[0])} in the first steps and is {short(std[1])} in the last." if std else ""
-
-    healthy = "well above 0: what differs inside a group is the only signal there is to learn from."
-    series = lambda v: [v.lines("rollout/in_group_reward_std", "in-group reward std")]
-    return lines_chart("Reward spread inside a group", healthy, views, series, sentence, y="std of rewards", zero=True)
-
-
-def kept_chart(views):
-    def sentence(v):
-        kept, flat = v.ends("rollout/filter_kept_ratio"), v.ends("rollout/zero_variance_ratio")
-        text = f"In the last steps {percent(kept[1])} of the groups trained" if kept else "What was kept was not logged"
-        return text + (f"; in {percent(flat[1])} all episodes earned the same." if flat else ".")
-
-    healthy = "most groups differ inside and many are kept; none kept means too easy, too hard, or a filter too strict."
-    series = lambda v: [
-        v.lines("rollout/filter_kept_ratio", "groups kept"),
-        v.lines("rollout/zero_variance_ratio", "groups without variance", "dash"),
-    ]
-    return lines_chart("Groups that train", healthy, views, series, sentence, range=[0, 1], percent=True, y="share of groups")
-
-
-def gradient_chart(views):
-    """Mean norm over the logged steps of grad_norm/<bucket>/{task,entropy,kl}, buckets in natural order; absent: no section."""
-    parts = ("task", "entropy", "kl")
-    natural = lambda text: [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", text)]
-    found = {}  # run -> part -> bucket -> mean
-    for n, v in enumerate(views):
-        for key in v.keys:
-            name = key.split("/")
-            if len(name) == 3 and name[0] == "grad_norm" and name[2] in parts and (values := v.run.values(key)):
-                found.setdefault(n, {}).setdefault(name[2], {})[name[1]] = sum(values) / len(values)
-    buckets = sorted({b for run in found.values() for part in run.values() for b in part}, key=natural)
-    if not buckets:
-        return None
-
-    def series(v):
-        run = found.get(views.index(v), {})
-        kinds = [p for p in parts if p in run]
-        return [
-            {"name": p, "style": "line", "x": list(range(len(buckets))), "y": [run[p].get(b) for b in buckets], "color": i}
-            for i, p in enumerate(kinds)
-        ]
-
-    def sentence(v):
-        task = found[views.index(v)].get("task", {})
-        low, high = task.get(buckets[0]), task.get(buckets[-1])
-        if low is None or high is None:
-            return "The task gradient was not measured in the first and last bucket."
-        return f"The task gradient's norm is {short(low)} in the bucket of least variance and {short(high)} in that of most."
-
-    healthy = (
-        "the task gradient grows with reward variance and stands above entropy's and KL's; where it does not, regularisers win."
-    )
-    more = {
-        "labels": [visible(b) for b in buckets],
-        "y": "norm, mean over steps",
-        "xlabel": "bucket of in-group reward std",
-        "zero": True,
-    }
-    return lines_chart("Gradients by reward variance", healthy, views, series, sentence, **more)
-
-
-def time_chart(views):
-    """Seconds of a step: each time/<part>, and the rest of step_time. Several runs, or many steps: means."""
-    said, drawn = [], []
-    names = list(dict.fromkeys(k for v in views for m in v.history for k in m if k.startswith("time/")))
-    for v in views:
-        rows = [m for m in v.history if m.get("step_time")]
-        if not rows:
-            said.append((v.name, "Step times were not logged."))
-            continue
-        parts = [[m.get(k) or 0.0 for k in names] for m in rows]
-        parts = [p + [max(0.0, m["step_time"] - sum(p))] for p, m in zip(parts, rows)]
-        mean = lambda several: [tidy(sum(c) / len(several)) for c in zip(*several)]
-        size = -(-len(rows) // 40) if len(views) == 1 else len(rows)
-        for i in range(0, len(rows), size):
-            first, last = rows[i]["step"], rows[min(i + size, len(rows)) - 1]["step"]
-            label = v.name if len(views) > 1 else str(first) if first == last else f"{first} to {last}"
-            drawn.append([label, mean(parts[i : i + size])])
-        total, whole = mean(parts), sum(m["step_time"] for m in rows) / len(rows)
-        shares = sorted(zip(total, [n.split("/", 1)[1] for n in names] + ["the rest"]), reverse=True)
-        text = ", ".join(f"{name} {t / sum(total):.0%}" for t, name in shares) if sum(total) else "nothing"
-        said.append((v.name, f"A step takes {short(whole)} s on average: {text}."))
-    healthy = "rollouts take most of it, the diagnosis under 10%. The rest is scoring and updates; evaluations are not in it."
-    parts = [visible(n.split("/", 1)[1]) for n in names] + ["the rest"]
-    label = "" if len(views) > 1 else "step"
-    spec = {"kind": "bars", "parts": parts, "bars": drawn, "y": "seconds a step", "xlabel": label}
-    return ("Where the time goes", healthy, said, spec) if drawn else None
-
-
-CHARTS = {
-    "success": success_chart, "reward": reward_chart, "regimes": regime_chart, "information": information_chart,
-    "retrieval": retrieval_chart, "cross": cross_chart, "spread": spread_chart, "kept": kept_chart,
-    "gradients": gradient_chart, "time": time_chart,
-}  # fmt: skip
+def picture(views, file):
+    """Success, MI and H(Z|X) of one or several runs side by side, in a file of its own: .svg or .png."""
+    titles = {"success": "Success", "information": "MI (nats)", "entropy_of_reasoning": "H(Z|X) (nats a token)"}
+    drawn = {key: lines for key in titles if any(lines := lines_of(key, views))}
+    if not drawn:
+        raise ValueError("picture: neither success nor the reasoning was logged; valid: a run of train.py with at least one step")
+    filters = [str(v.config.get("filter", "none")) for v in views]
+    names = [f"filter {f}" for f in filters] if len(set(filters)) == len(views) > 1 else [v.name for v in views]
+    with rc_context({**LOOK, "font.size": 10, "svg.hashsalt": "picture"}):
+        figure = Figure(figsize=(3.6 * len(drawn), 3.1), layout="constrained", facecolor=LIGHT["back"])
+        for ax, (key, lines) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()):
+            plot(ax, key, [s for run in lines for s in run], LIGHT)
+            ax.set_title(titles[key], color=LIGHT["text"], fontsize=10, loc="left")
+            ax.set_facecolor(LIGHT["back"])
+            for s, name in ((s, name) for name, run in zip(names, lines) for s in run):
+                label = f"{name}: {s['label']}" if len(views) > 1 else s["label"]
+                ax.plot([], [], {"thin": "-"}.get(s["style"], s["style"]), color=LIGHT[s["colour"]], label=label, markersize=4)
+            ax.legend(frameon=False, fontsize=7.5, labelcolor=LIGHT["text"])
+        figure.savefig(file, dpi=150, metadata={"Date": None} if str(file).endswith(".svg") else None)

@@ -1,129 +1,35 @@
 """One HTML file that shows whether a run is healthy, and why.
 
-    python -m nanoragen.report runs/x               # writes runs/x/report.html
-    python -m nanoragen.report runs/x runs/y        # compares them: runs/x/compare.html, or --out FILE
+    python -m nanoragen.report runs/x                          # writes runs/x/report.html
+    python -m nanoragen.report runs/x runs/y                   # compares them: runs/x/compare.html, or --out FILE
+    python -m nanoragen.report runs/x runs/y --picture p.svg   # success and the collapse metrics as one picture, .svg or .png
 
-The file needs nothing else: no network, no fonts, no library. Python chooses what is shown and writes the sentences, so that
-they are there without scripts too; assets/report.js draws the charts from one block of JSON. Nothing of a run is ever markup:
-text is escaped here and set as text there, and the page's content policy runs no script but its own.
+The file needs nothing else: no network, no fonts. Charts are SVG by matplotlib, sentences and episodes are HTML; the one
+script chooses which episode is seen. Nothing of a run is ever markup: all its text is escaped, and the page's content
+policy runs no script but its own.
 
-Of a long run the page holds a bounded part (MAX_* here, in charts.py and runs.py, and it says so), so that it opens on a phone. Left out
-on purpose: a charting library, a server, anything that can be changed.
-
-In order: the verdict, the page, and keeping it fresh during a run. Beside this file:
-runs.py reads a run's folder, charts.py says what each chart shows.
+Of a long run the page holds a bounded part (MAX_* in charts.py and episodes.py, and it says so), so that it opens on a phone.
 """
 
 import argparse
 import base64
 import hashlib
-import html
 import json
-import os
 import re
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 from nanoragen.report import charts
-from nanoragen.report.charts import MAX_STEPS, View, learned, percent, spoken
-from nanoragen.report.runs import Run, episodes, number, spread, visible
-from nanoragen.run import cli, console, metrics, regimes, stops
+from nanoragen.report.episodes import chosen, escape
+from nanoragen.report.runs import Run, number, spread, visible
+from nanoragen.report.verdict import View, conclusion, gaps, percent, verdict
+from nanoragen.run import cli
+from nanoragen.run.checkpoint import write_whole
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
-MAX_BYTES = 2_000_000  # of all episodes of a page, about
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
-
-
-# -- the verdict ---------------------------------------------------------------------------------------------------------
-
-
-def verdict(view) -> tuple[str, str, list[str]]:
-    """(good | watch | bad | unknown, the headline, why and what to do)."""
-    if not view.history:
-        return "unknown", "Nothing to judge yet: no step has been logged.", ["Come back when the first step is done."]
-    change, why = learned(view), []
-    if view.evaluations:
-        first, last = view.evaluations[0][1], view.evaluations[-1][1]
-        span = f"from {percent(first['success'])} to {percent(last['success'])}"
-    success = {
-        "rose": lambda: f"held-out success rose {span}",
-        "fell": lambda: f"held-out success fell {span}",
-        "unclear": lambda: f"held-out success went {span}, which may be chance",
-        "unknown": lambda: "whether it learns was not measured",
-    }[change]()
-    if change == "rose":
-        why.append(
-            f"Success: {spoken(first)} at first, {spoken(last)} at last, on held-out episodes. The intervals do not overlap."
-        )
-    elif change == "unknown":
-        why.append("Held-out success was not measured twice with its interval (--eval_every, --final_episodes).")
-    else:
-        rows = [m for m in view.history if m.get("reward") is not None]
-        known = [r for _, r in view.evaluations if None not in (r["success_low"], r["success_high"])]
-        why += console.diagnosis(rows, known[0], known[-1], view.env) if rows else []
-    level = {"rose": "good", "fell": "bad", "unclear": "watch", "unknown": "unknown"}[change]
-    if not view.measured:
-        head = f"{success}; whether the reasoning depends on its prompt was not measured"
-        one = "--groups" in charts.unmeasured(view)
-        todo = "train on several prompts a step (--groups 2 or more)" if one else "measure the reasoning (--mi_every 1)"
-        if view.config.get("mi_every") == 1 and not one:  # it was tried
-            todo = "start from a model whose replies hold reasoning"
-        level = "watch" if level == "good" else level
-    else:
-        name, near = view.regimes[-1][1], at_chance(view)
-        found, todo = charts.found_and_todo(view)
-        why.append(f"Reasoning: {found}.")
-        if name == "diverse" and not near:
-            head = f"{success}; the reasoning still depends on its prompt"
-            todo = {"good": "nothing; more --steps if success still rises", "unknown": "run on, or evaluate more often"}.get(
-                level, "first what is named above"
-            )
-        else:
-            head = f"{name if name != 'diverse' else 'the reasoning ignores its prompt'}; {success}"
-            worst = name not in ("diverse", "compressed")
-            level = "bad" if worst or level == "bad" else "watch"
-        if near:
-            why.append(near)
-            todo = "start from a model whose reasoning names what it sees" if name == "diverse" else todo
-    why.append(f"What to do: {todo}.")
-    why += incidents(view)
-    word = {"good": "Healthy", "watch": "Keep an eye on it", "bad": "Not healthy", "unknown": "Too early to say"}[level]
-    return level, f"{word}: {head}.", why
-
-
-def at_chance(view) -> str | None:
-    """A sentence where the mean retrieval of the last few measurements is not above its chance level, with 95% certainty."""
-    keys = ("retrieval_accuracy", "retrieval_chance_level", "retrieval_accuracy_se")
-    rows = [[view.run.steps[s].get(view.sample + k) for k in keys] for s, *_ in view.measured[-regimes.RECENT :]]
-    rows = [(found, chance, error or 0.0) for found, chance, error in rows if None not in (found, chance)]
-    if not rows:
-        return None
-    found, chance = (sum(r[i] for r in rows) / len(rows) for i in (0, 1))
-    error = sum(e * e for _, _, e in rows) ** 0.5 / len(rows)
-    if chance >= 1 or found - metrics.Z95 * error > chance:
-        return None
-    return f"The prompt cannot be told from the reasoning better than by chance ({percent(found)} against {percent(chance)})."
-
-
-def incidents(view) -> list[str]:
-    """What happened that no chart shows."""
-    out, run = [], view.run
-    bad, skipped = sum(run.values("nonfinite_updates")), sum(run.values("skipped"))
-    if bad:
-        out.append(f"{bad:.0f} updates were not finite and were left out.")
-    if skipped:
-        out.append(f"{skipped:.0f} of {len(view.history)} steps updated nothing: every group was filtered out.")
-    stopped = [k.split("/", 1)[1] for k in view.keys if k.startswith("early_stopped/") and view.history[-1].get(k)]
-    if stopped:
-        out.append(f"The run stopped early: {'; '.join(stops.WHY.get(name, name) for name in stopped)}.")
-    planned, done = number(view.config.get("steps")), max(run.steps)
-    if planned and done < planned and not stopped:
-        out.append(f"The log ends at step {done} of {planned}: the run goes on, or was ended before its end.")
-    return out
-
-
-# -- the page ------------------------------------------------------------------------------------------------------------
+MATRICES, MAX_SIDE = 3, 32  # cross matrices shown of a run, and rows and columns of one
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -139,7 +45,6 @@ PAGE = """<!DOCTYPE html>
 <main>
 {body}
 </main>
-<script type="application/json" id="data">{data}</script>
 <script>{js}</script>
 </body>
 </html>
@@ -152,68 +57,122 @@ def page(runs: list[Run]) -> str:
     names = [v.name for v in views]
     for n, v in enumerate(views):  # two folders of one name are told apart
         v.name = visible(v.run.folder) if names.count(names[n]) > 1 else v.name
-    data, body = {"charts": {}, "runs": []}, [header(views)]
+    parts = {name: [] for name in charts.SECTIONS}  # section -> figures
     for key, chart in charts.CHARTS.items():
-        if found := chart(views):
-            title, healthy, said, data["charts"][key] = found
-            body.append(section(key, title, healthy, said, '<div class="chart"></div>'))
-    for v in views:
-        steps = spread(v.run.has("rollouts.jsonl"), max(2, MAX_STEPS // len(views)))
-        data["runs"].append({"name": v.name, "episodes": episodes(v.run, steps, MAX_BYTES // len(views))})
-    body.append(viewer(views, data["runs"]))
-    body.append(settings(views))
-    css, js = ((ASSETS / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+        parts[chart.section].append(figure(key, chart, views, charts.lines_of(key, views)))
+    parts["Reasoning"] += matrices(views)
+    sections = {name: f'<div class="grid">{"".join(found)}</div>' for name, found in parts.items() if any(found)}
+    sections |= {"Episodes": viewer(views), "Settings": settings(views)}
+    links = "".join(f'<a href="#{name.lower()}">{name}</a>' for name in sections)
+    body = [header(views), f'<nav aria-label="Sections">{links}</nav>']
+    body += [f'<section id="{name.lower()}"><h2>{name}</h2>{content}</section>' for name, content in sections.items()]
+    js = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
     fill = {
         "hash": base64.b64encode(hashlib.sha256(js.encode()).digest()).decode(), "title": escape("Report: " + ", ".join(names)),
-        "css": css, "js": js, "body": "\n".join(body), "data": embedded(data),
+        "css": charts.CSS, "js": js, "body": "\n".join(body),
     }  # fmt: skip
     return re.sub(r"\{(\w+)\}", lambda m: fill[m[1]], PAGE)  # one pass: a {word} in a run's text stays as it is
 
 
-def embedded(data) -> str:
-    """JSON that no HTML parser can see an end or a comment in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII only
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+def explained(key, title, healthy, views, said, content) -> str:
+    """A titled figure with what healthy looks like, and a sentence on each run."""
+    here = f"<b>This run:</b> {escape(said[0])}"
+    if len(views) > 1:
+        here = "<br>".join(f"<b>{escape(v.name)}:</b> {escape(text)}" for v, text in zip(views, said))
+    return f"""<figure id="{key}"><h3 id="{key}-title">{escape(title)}</h3>{content}
+<figcaption><p id="{key}-here">{here}</p><p class="muted"><b>Healthy:</b> {escape(healthy)}</p></figcaption></figure>"""
 
 
-def escape(text) -> str:
-    return html.escape(visible(text))
+def figure(key, chart, views, lines) -> str:
+    """A chart with its legend; nothing where no run has a line."""
+    flat = [(f"{v.name}: {s['label']}" if len(views) > 1 else s["label"], s) for v, run in zip(views, lines) for s in run]
+    if not flat:
+        return ""
+    kinds = {"--": "dash", "o": "dot"}
+    keys = "".join(f'<li class="{kinds.get(s["style"], "line")}" style="--k:var(--{s["colour"]})">{escape(name)}' for name, s in flat)
+    said = [charts.sentence(key, v, run) for v, run in zip(views, lines)]
+    title = f"{chart.title} ({chart.unit})" if chart.unit not in ("", "%") else chart.title
+    content = f"<ul class=legend>{keys}</ul>{charts.as_svg(key, [s for _, s in flat])}"
+    return explained(key, title, chart.healthy, views, said, content)
 
 
-def section(key, title, healthy, said, content) -> str:
-    here = said[0][1] if len(said) == 1 else ""
-    several = "".join(f"<li><b>{escape(name)}</b>: {escape(text)}</li>" for name, text in said) if not here else ""
-    here = f"<p><b>This run:</b> {escape(here)}</p>" if here else f"<ul>{several}</ul>"
-    return f"""<section id="{key}" aria-labelledby="{key}-title">
-<h2 id="{key}-title">{escape(title)}</h2>
-<p class="healthy"><b>Healthy:</b> {escape(healthy)}</p>
-<div id="{key}-here" class="here">{here}</div>
-{content}
-</section>"""
+def matrices(views) -> list[str]:
+    """The cross matrix of each run as a table, at the first, a middle and the last step; of several runs at the last."""
+    said, tables = [], []
+    for v in views:
+        steps = spread(v.run.has("cross.jsonl"), MATRICES)[-MATRICES if len(views) == 1 else -1 :]
+        records = [list(v.run.records("cross.jsonl", step))[-1:] for step in steps]
+        frames = [(step, f) for step, found in zip(steps, records) for r in found if (f := frame(r))]
+        said.append("No cross matrix was logged.")
+        if not frames:
+            continue
+        step, (p, own, size) = frames[-1]
+        known = [row[j] for row, j in zip(p, own) if row[j] is not None]
+        mean = f"{percent(sum(known) / len(known))} of the probability on average" if known else "no finite probability"
+        # reasoning that ignores its prompt leaves each prompt its weight, the share of rows that are its own
+        chance = sum(own.count(j) for j in own) / (len(own) * size[0])
+        said[-1] = f"At step {step} a reasoning's own prompt has {mean}; chance is {percent(chance)}."
+        tables += [heat(f"{v.name}, step {s}" if len(views) > 1 else f"step {s}", *f) for s, f in frames]
+    healthy = (
+        "strong on the outlined cells, faint elsewhere. Row: a reasoning. Column: a prompt. Number: how probable it is, in per cent, "
+        "that the reasoning was written for that prompt. Collapsed reasoning makes all rows alike."
+    )
+    content = f'<div class="grid">{"".join(tables)}</div>'
+    return [explained("cross", "Which prompt was this written for?", healthy, views, said, content)] if tables else []
+
+
+def frame(record) -> tuple | None:
+    """(posterior, own column of each row, [M, N]) of a line of cross.jsonl; None where it is damaged."""
+    p, own, size = (record.get(k) for k in ("posterior", "own", "size"))
+    if not isinstance(p, list) or not p or not isinstance(own, list) or len(own) != len(p):
+        return None
+    p = [[number(x) for x in row[:MAX_SIDE]] for row in p[:MAX_SIDE] if isinstance(row, list) and row and len(row) == len(p[0])]
+    own = own[:MAX_SIDE]
+    if len(p) != len(own) or not all(type(j) is int and 0 <= j < len(p[0]) for j in own):
+        return None
+    right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    return p, own, size if right else [len(p), len(p[0])]
+
+
+def heat(title, p, own, size) -> str:
+    rows = []
+    for row, j in zip(p, own):
+        cells = []
+        for k, x in enumerate(row):
+            share = 0 if x is None else round(100 * min(1.0, max(0.0, x)))
+            text = "" if len(row) > 12 else "\u2013" if x is None else str(share)
+            cells.append(f'<td{" class=own" * (j == k)} style="--p:{share}">{text}')
+        rows.append(f"<tr>{''.join(cells)}")
+    cut = f", {len(p)} by {len(p[0])} of {size[0]} by {size[1]}" if size[0] > len(p) or size[1] > len(p[0]) else ""
+    return f"<table class=heat><caption>{escape(title)}{cut}</caption>{''.join(rows)}</table>"
 
 
 SIGNS = {"good": "\u2713", "watch": "!", "bad": "\u2715", "unknown": "?"}
 
 
 def header(views) -> str:
-    out = []
+    out, tag = [], "h1" if len(views) == 1 else "h2"
     for v in views:
         level, head, why = verdict(v)
-        tag = "h1" if len(views) == 1 else "h2"
         steps = max(v.run.steps, default=0)
         name = f"{v.name}: {v.env}, {v.config.get('model', 'model unknown')}, {steps} step{'s' * (steps != 1)}"
-        why = "".join(f"<li>{escape(text[:1].upper() + text[1:])}</li>" for text in why + gaps(v.run))
-        out.append(f"""<div class="verdict {level}"><p class="run">{escape(name)}</p>
-<{tag}><span aria-hidden="true">{SIGNS[level]}</span> {escape(head)}</{tag}><ul>{why}</ul></div>""")
+        why = "".join(f"<li>{escape(text[:1].upper() + text[1:])}" for text in why + gaps(v.run))
+        made = f'<p class="muted">{escape(made_with(v))}</p>' if made_with(v) else ""
+        out.append(f"""<div class="verdict {level}"><p class="muted">{escape(name)}</p>
+<{tag}><span aria-hidden="true">{SIGNS[level]}</span> {escape(head)}</{tag}><ul>{why}</ul>{made}</div>""")
     if len(views) == 1:
         return f"<header>{out[0]}</header>"
-    return f"<header><h1>{len(views)} runs compared</h1>{table(views)}{''.join(out)}</header>"
+    said = "".join(f"<p>{escape(text)}</p>" for text in conclusion(views))
+    return f"<header><h1>{len(views)} runs compared</h1>{said}{table(views)}{''.join(out)}</header>"
 
 
-def gaps(run) -> list[str]:
-    """What of the files could not be read."""
-    out = [f"The last line of {name} is cut off and left out." for name in sorted(run.torn)]
-    return out + [f"{n} lines of {name} cannot be read and are left out." for name, n in run.unreadable.items() if n]
+def made_with(view) -> str:
+    """Date, duration, commit and versions as far as known: run.json or config.json may have started, commit and versions."""
+    about, seconds = {**view.config, **view.run.about}, sum(view.run.values("step_time"))
+    said = [f"{key} {about[key]}" for key in ("started", "ended", "commit") if isinstance(about.get(key), str) and about[key]]
+    said += [f"steps took {timedelta(seconds=round(seconds))} in all"] if 0 < seconds < 1e9 else []
+    versions = about.get("versions")
+    return "; ".join(said + [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else said)
 
 
 def table(views) -> str:
@@ -227,54 +186,63 @@ def table(views) -> str:
         mi = [percent(v.measured[i][2]) if v.measured else "\u2013" for i in (0, -1)]
         regime = v.regimes[-1][1] if v.regimes else "\u2013"
         rows.append([v.name, max(v.run.steps, default=0), *success, *mi, regime, *[v.config.get(k, "\u2013") for k in differ]])
-    cells = lambda row, tag: "".join(f"<{tag}>{escape(x)}</{tag}>" for x in row)
-    body = "".join(f"<tr>{cells(r, 'td')}</tr>" for r in rows[1:])
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="The runs"><table><tr>{cells(rows[0], "th")}</tr>{body}</table></div>'
+    head, *body = ["<tr>" + "".join(f"<{tag}>{escape(x)}" for x in row) for row, tag in zip(rows, ["th"] + ["td"] * len(views))]
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="The runs"><table>{head}{"".join(body)}</table></div>'
 
 
-def viewer(views, held) -> str:
-    said = []
-    for v, run in zip(views, held):
-        steps, there = {e["step"] for e in run["episodes"]}, v.run.has("rollouts.jsonl")
-        total = sum(map(v.run.count, there))
-        text = f"{len(run['episodes'])} of {total} episodes are in this page: the first ones of {len(steps)} of {len(there)} steps."
-        if not total:
-            text = "No episodes were logged."
-        elif len(run["episodes"]) == total:
-            text = f"All {total} episodes are in this page."
-        said.append((v.name, text))
-    healthy = "the reasoning names what this prompt shows, and the answer follows from it. Episodes of one group share the prompt."
-    content = '<div id="viewer"></div>' if any(r["episodes"] for r in held) else ""
-    return section("episodes", "Episodes", healthy, said, content)
+def viewer(views) -> str:
+    """All episodes of the page, one of them to be seen: of the last step that has one, the first one that was kept."""
+    said, articles, values = [], [], False
+    for v in views:
+        held, there = chosen(v.run, len(views)), v.run.has("rollouts.jsonl")
+        total, steps = sum(v.run.count("rollouts.jsonl", s) for s in there), len({e["step"] for e in held})
+        text = f"{len(held)} of {total} episodes are in this page, of {steps} of {len(there)} steps; groups that trained come first."
+        text = "No episodes were logged." if not total else f"All {total} episodes are in this page." if len(held) == total else text
+        said.append(f"<p>{escape(v.name + ': ' if len(views) > 1 else '')}{escape(text)}</p>")
+        values = values or any(e.get("values") for e in held)
+        for n, e in enumerate(held):
+            label = f"{n + 1}: {'success' if e.get('success') is True else 'failure'}, reward {e.get('reward', 0)}"
+            group = f"{e.get('group')}{' (dropped)' if e.get('kept') is False else ''}"
+            articles.append((v.name, e["step"], group, label, e))
+    if not articles:
+        return "".join(said)
+    first = articles[0][0]
+    order = lambda i: (articles[i][0] == first, articles[i][1], articles[i][4].get("kept") is not False, -i)
+    begin = max(range(len(articles)), key=order)
+    names = ("run", "step", "group", "episode")
+    pick = "".join(f"<label>{k.capitalize()} <select name={k}></select></label>" for k in names[len(views) == 1 :])
+    if values:
+        kinds = {"mask": "read or sampled", "logprobs": "log-prob", "entropies": "entropy"}
+        pick += f"<label>Colour <select name=colour>{''.join(f'<option value={k}>{t}' for k, t in kinds.items())}</select></label>"
+    shown = []
+    for i, (*at, e) in enumerate(articles):
+        data = " ".join(f'data-{k}="{escape(x)}"' for k, x in zip(names, at))
+        shown.append(f"<article {data}{' hidden' * (i != begin)}>{e['html']}</article>")
+    return f"""{"".join(said)}<p class="muted"><b>Healthy:</b> the reasoning names what this prompt shows, and the answer follows from it.
+Grey was read, <span class=reasoning>blue is sampled reasoning</span>, <span class=answer>orange the sampled answer</span>. By log-prob or
+entropy: full colour at a log-prob of -5 or below and at an entropy of 2.5 nats or above. Keys: left and right.</p>
+<div id="viewer" class="mask" tabindex="0" role="group" aria-label="Episode viewer"><div class="controls">{pick}
+<button type="button" value="-1">\u2190 previous</button><button type="button" value="1">next \u2192</button></div>{"".join(shown)}</div>"""
 
 
 def settings(views) -> str:
     out = []
     for v in views:
-        rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(x)}</td></tr>" for k, x in v.config.items())
-        table = f"<table>{rows}</table>" if rows else "<p>config.json is not there.</p>"
-        out.append(f"<details><summary>Settings of {escape(v.name)}</summary>{table}</details>")
-    return f"<footer>{''.join(out)}<noscript><p>The charts and the episodes are drawn by a script.</p></noscript></footer>"
+        rows = "".join(f"<tr><th>{escape(k)}<td>{escape(x)}" for k, x in v.config.items())
+        content = f"<table>{rows}</table>" if rows else "<p>config.json is not there.</p>"
+        out.append(f"<details><summary>Settings of {escape(v.name)}</summary>{content}</details>")
+    return "".join(out)
 
 
 # -- writing it ----------------------------------------------------------------------------------------------------------
-
-
-def write(text: str, path: Path):
-    """Replace the file at once: who opens it sees the old page or the new one."""
-    beside = path.with_name(path.name + f".{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)  # half a page, where the disk is full
 
 
 class Report:
     """folder/report.html of a run that is going on."""
 
     def __init__(self, folder):
-        self.run, self.path, self.due, self.warned = Run(folder), Path(folder) / "report.html", 0.0, False
+        self.run, self.path, self.warned = Run(folder), Path(folder) / "report.html", False
+        self.due = time.monotonic() + 20  # a short run writes its page once, at its end
 
     def refresh(self):
         """Write the page if that is cheap: when the last writing took under SHARE of the time since then."""
@@ -285,7 +253,7 @@ class Report:
         """Write the page. A disk that fails costs the page, never the training: it warns once."""
         start = time.monotonic()
         try:
-            write(page([self.run.read()]), self.path)
+            write_whole(self.path, page([self.run.read()]))
         except OSError as e:
             if not self.warned:
                 warnings.warn(f"{self.path} cannot be written ({e.strerror}); the run goes on without", stacklevel=2)
@@ -293,24 +261,32 @@ class Report:
         self.due = time.monotonic() + (time.monotonic() - start) / SHARE
 
 
+@cli.quiet_when_unread
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m nanoragen.report", description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", help="folders of runs; several are compared")
     parser.add_argument("--out", help="file to write; default report.html, for several runs compare.html, in the first folder")
+    parser.add_argument("--picture", metavar="FILE", help="write success, MI and H(Z|X) as one picture instead: .svg or .png")
     a = parser.parse_args(argv)
-    out = Path(a.out or Path(a.runs[0]) / ("report.html" if len(a.runs) == 1 else "compare.html"))
+    out = Path(a.picture or a.out or Path(a.runs[0]) / ("report.html" if len(a.runs) == 1 else "compare.html"))
     try:
+        if a.picture and out.suffix not in (".svg", ".png"):
+            raise ValueError(f"picture: {out} has no format that is known; valid: a name that ends in .svg or .png")
         for folder in map(Path, a.runs):
             if not any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
                 raise ValueError(f"runs: {folder} holds no run; valid: a folder with metrics.jsonl, as train.py makes it")
         try:
-            text = page([Run(folder).read() for folder in a.runs])
+            runs = [Run(folder).read() for folder in a.runs]
+            text = None if a.picture else page(runs)
         except OSError as e:
             raise ValueError(f"runs: {e.filename} cannot be read ({e.strerror}); valid: a folder whose files can") from e
         try:
-            write(text, out)
+            if a.picture:
+                charts.picture([View(r) for r in runs], out)
+            else:
+                write_whole(out, text)
         except OSError as e:
-            raise ValueError(f"out: {out} cannot be written ({e.strerror}); valid: a file that can") from e
+            raise ValueError(f"{'picture' if a.picture else 'out'}: {out} cannot be written ({e.strerror}); valid: a file that can") from e
     except ValueError as e:
         cli.fail("nanoragen.report", e)
     print(out)

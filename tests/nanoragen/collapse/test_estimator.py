@@ -1,18 +1,15 @@
 """Collapse metrics against closed forms and enumeration, the samplers, one whole measurement."""
 
 import itertools
-import json
 import math
 import random
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from measured import episode, metrics_of, played, qwen2
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from nanoragen.collapse import monitor
 from nanoragen.collapse.estimator import collapse_metrics, first_turn_sample, measure, trajectory_sample, valid_thinking_rate
-from nanoragen.collapse.monitor import Ema
-from nanoragen.rollout.episodes import Episode, Turn
 
 LOG = math.log
 
@@ -28,25 +25,20 @@ def symmetric(own, *others):
     return [[row[(j - i) % n] for j in range(n)] for i in range(n)]
 
 
-def found(matrix, own=None, lengths=None, **more):
-    own = list(range(len(matrix))) if own is None else own
-    return collapse_metrics(torch.as_tensor(matrix), own, lengths or [1] * len(own), **more)
-
-
 # ------------------------------------------------------------------------------------------------------- closed forms
 def test_cap_and_the_matched_prompt_in_the_mixture():
     # CASES M4
-    two, three = found(logs(symmetric(0.9, 0.1))), found(logs(symmetric(0.8, 0.1, 0.1)))
+    two, three = metrics_of(logs(symmetric(0.9, 0.1))), metrics_of(logs(symmetric(0.8, 0.1, 0.1)))
     assert two["mi_seq_estimate"] == pytest.approx(0.587787, abs=1e-6)
     assert two["mi_upper_bound"] == pytest.approx(0.693147, abs=1e-6)
     assert three["mi_seq_estimate"] == pytest.approx(0.875469, abs=1e-6)
     assert three["mi_upper_bound"] == pytest.approx(1.098612, abs=1e-6)
-    assert found(torch.full((3, 3), -7.3))["mi_seq_estimate"] == pytest.approx(0, abs=1e-9)
+    assert metrics_of(torch.full((3, 3), -7.3))["mi_seq_estimate"] == pytest.approx(0, abs=1e-9)
 
 
 def test_negative_estimates_stay():
     # CASES M5
-    out = found(logs(symmetric(0.1, 0.9)))
+    out = metrics_of(logs(symmetric(0.1, 0.9)))
     assert out["mi_seq_estimate"] == pytest.approx(LOG(0.1 / 0.5), abs=1e-9)
     assert out["mi_seq_estimate"] == pytest.approx(-1.609438, abs=1e-6)
     assert out["retrieval_accuracy"] == 0 and out["retrieval_above_chance"] == -0.5
@@ -56,7 +48,7 @@ def test_sign_and_the_identity():
     # CASES M6
     torch.manual_seed(0)
     L, lengths = -torch.rand(6, 6, dtype=torch.float64) * 20, [3, 1, 7, 2, 5, 4]
-    before, after = found(L, lengths=lengths), found(L + torch.eye(6), lengths=lengths)
+    before, after = metrics_of(L, lengths=lengths), metrics_of(L + torch.eye(6), lengths=lengths)
     for name in ("mi_estimate", "mi_seq_estimate"):
         assert after[name] > before[name]
     assert after["conditional_entropy_seq_est"] == pytest.approx(before["conditional_entropy_seq_est"] - 1)
@@ -68,17 +60,17 @@ def test_sign_and_the_identity():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_means_and_no_underflow(dtype):
     # CASES M7
-    out = found(torch.tensor(symmetric(-2.0, -6.0), dtype=dtype), lengths=[2, 2])
+    out = metrics_of(torch.tensor(symmetric(-2.0, -6.0), dtype=dtype), lengths=[2, 2])
     assert out["mi_seq_estimate"] == pytest.approx(0.674997, abs=1e-6)
     assert out["mi_estimate"] == pytest.approx(0.566219, abs=1e-6)
     assert out["conditional_entropy_seq_est"] == 2 and out["conditional_entropy_est"] == 1
-    out = found(torch.tensor(symmetric(-5000.0, -5010.0), dtype=dtype), lengths=[1000, 1000])
+    out = metrics_of(torch.tensor(symmetric(-5000.0, -5010.0), dtype=dtype), lengths=[1000, 1000])
     assert out["mi_seq_estimate"] == pytest.approx(0.693102, abs=1e-6)
 
 
 def test_the_proxy_is_no_information():
     # a value a token that, times the tokens, is more than there is to know; sums say what is known: all of it
-    out = found(torch.tensor(symmetric(-10.0, -40.0)), lengths=[10, 10])
+    out = metrics_of(torch.tensor(symmetric(-10.0, -40.0)), lengths=[10, 10])
     assert out["mi_estimate"] <= out["mi_upper_bound"] < out["mi_estimate"] * 10
     assert out["mi_seq_estimate"] == pytest.approx(LOG(2), abs=1e-9)
 
@@ -87,7 +79,7 @@ def test_a_policy_that_copies_its_prompt():
     own = [0, 0, 1, 2, 3, 3, 3, 3]
     L = torch.full((8, 4), -math.inf)
     L[torch.arange(8), torch.tensor(own)] = 0.0
-    out = found(L, own)
+    out = metrics_of(L, own)
     entropy = -sum(w * LOG(w) for w in (2 / 8, 1 / 8, 1 / 8, 4 / 8))
     assert out["mi_seq_estimate"] == pytest.approx(entropy, abs=1e-12) == out["mi_upper_bound"]
     assert out["retrieval_accuracy"] == 1 and out["conditional_entropy_seq_est"] == 0
@@ -102,7 +94,7 @@ def test_a_policy_that_ignores_its_prompt_is_exactly_at_chance(n):
         rows = torch.tensor([-100 * rng.random() for _ in range(m)])
         # columns that differ by what float32 rounds away
         L = rows[:, None] * (1 + 1e-7 * torch.tensor([[rng.choice([-1, 0, 1]) for _ in range(n)] for _ in range(m)]))
-        out = found(L, [rng.randrange(n) for _ in range(m)])
+        out = metrics_of(L, [rng.randrange(n) for _ in range(m)])
         assert out["mi_seq_estimate"] == pytest.approx(0, abs=1e-4)
         assert out["retrieval_accuracy"] == out["retrieval_chance_level"] == 1 / n
         assert out["retrieval_above_chance"] == 0
@@ -136,7 +128,7 @@ def test_mixtures_by_enumeration(alpha):
             rows += [[LOG(table[y][z]) if table[y][z] else -math.inf for y in range(3)]] * int(count)
             own += [x] * int(count)
     mi, h = by_enumeration([[p or 1e-300 for p in row] for row in table], weights)
-    out = found(torch.tensor(rows, dtype=torch.float64), own)
+    out = metrics_of(torch.tensor(rows, dtype=torch.float64), own)
     assert out["mi_seq_estimate"] == pytest.approx(mi, abs=1e-9)
     assert out["conditional_entropy_seq_est"] == pytest.approx(h, abs=1e-9)
     assert out["mi_upper_bound"] == pytest.approx(1.5 * LOG(2))
@@ -148,10 +140,10 @@ def test_equal_columns_are_one_prompt_with_its_share_of_the_rows():
     torch.manual_seed(1)
     L = -torch.rand(6, 3, dtype=torch.float64) * 5
     own = [0, 0, 1, 2, 1, 0]
-    merged = found(L, own)
-    doubled = found(L[:, [0, 1, 0, 2, 1]], [0, 2, 4, 3, 1, 2], column_keys=["a", "b", "a", "c", "b"])
+    merged = metrics_of(L, own)
+    doubled = metrics_of(L[:, [0, 1, 0, 2, 1]], [0, 2, 4, 3, 1, 2], column_keys=["a", "b", "a", "c", "b"])
     assert doubled == merged
-    apart = found(L[:, [0, 1, 0, 2, 1]], [0, 2, 4, 3, 1, 2])
+    apart = metrics_of(L[:, [0, 1, 0, 2, 1]], [0, 2, 4, 3, 1, 2])
     assert apart["mi_upper_bound"] > merged["mi_upper_bound"]
     assert apart["retrieval_accuracy"] < merged["retrieval_accuracy"]
 
@@ -160,8 +152,8 @@ def test_a_prompt_without_rows_weighs_nothing_but_can_be_the_wrong_answer():
     torch.manual_seed(1)
     L = -torch.rand(6, 3, dtype=torch.float64) * 5
     own = [0, 0, 1, 2, 1, 2]
-    more = found(torch.cat([L, torch.zeros(6, 1)], dim=1), own)
-    less = found(L, own)
+    more = metrics_of(torch.cat([L, torch.zeros(6, 1)], dim=1), own)
+    less = metrics_of(L, own)
     for name in less:
         if "retrieval" not in name:
             assert more[name] == pytest.approx(less[name], abs=1e-12), name
@@ -171,20 +163,20 @@ def test_a_prompt_without_rows_weighs_nothing_but_can_be_the_wrong_answer():
 def test_order_changes_nothing():
     torch.manual_seed(2)
     L, own, lengths = -torch.rand(9, 4) * 9, [0, 1, 2, 3, 0, 1, 2, 0, 0], [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    expected = found(L, own, lengths)
+    expected = metrics_of(L, own, lengths)
     rows, columns = torch.randperm(9).tolist(), torch.randperm(4).tolist()
-    moved = found(L[rows][:, columns], [columns.index(own[i]) for i in rows], [lengths[i] for i in rows])
+    moved = metrics_of(L[rows][:, columns], [columns.index(own[i]) for i in rows], [lengths[i] for i in rows])
     assert moved.keys() == expected.keys()
     for name, value in expected.items():
         assert moved[name] == pytest.approx(value, abs=1e-12), name
     # every row twice: the same estimates, and the same errors, for no prompt was added
-    twice = found(torch.cat([L, L]), own * 2, lengths * 2)
+    twice = metrics_of(torch.cat([L, L]), own * 2, lengths * 2)
     for name, value in expected.items():
         assert twice[name] == pytest.approx(value, abs=1e-12), name
 
 
 def test_all_names_are_there_and_are_numbers():
-    out = found(-torch.rand(9, 9))
+    out = metrics_of(-torch.rand(9, 9))
     se = {"mi_seq_estimate", "mi_estimate", "conditional_entropy_est", "conditional_entropy_seq_est",
           "reasoning_entropy_est", "reasoning_entropy_seq_est", "retrieval_accuracy", "retrieval_accuracy@2",
           "retrieval_accuracy@4", "retrieval_accuracy@8"}  # fmt: skip
@@ -192,12 +184,12 @@ def test_all_names_are_there_and_are_numbers():
             "marginal_std", "marginal_std_seq"}  # fmt: skip
     assert out.keys() == se | rest | {f"{name}_se" for name in se}
     assert all(type(v) is float and math.isfinite(v) for v in out.values())
-    assert not any(name.endswith("_se") for name in found(-torch.rand(3, 1), [0, 0, 0]))
+    assert not any(name.endswith("_se") for name in metrics_of(-torch.rand(3, 1), [0, 0, 0]))
 
 
 def test_zscore_and_retrieval_at_k():
     L, lengths = torch.tensor([[-1.0, -2, -3, -4], [-1, -2, -3, -4], [-1, -2, -3, -4], [-3, -3, -1, -3]]), [1, 2, 1, 2]
-    out = found(L, lengths=lengths)
+    out = metrics_of(L, lengths=lengths)
     scores = L.double() / torch.tensor(lengths)[:, None]
     marginal = (scores.exp().mean(dim=1)).log()
     gap = (scores.diag() - marginal).mean()
@@ -214,12 +206,12 @@ def test_zscore_and_retrieval_at_k():
 
 def test_standard_errors():
     L = -torch.rand(5, 5, dtype=torch.float64) * 4
-    out = found(L)
+    out = metrics_of(L)
     gap = L.diag() - torch.logsumexp(L - LOG(5), dim=1)
     assert out["mi_seq_estimate_se"] == pytest.approx((gap.std() / 5**0.5).item())  # a row a prompt: the usual one
     # rows of one prompt are no independent draws: the error is that of the prompts' means
     values = torch.tensor([1.0, 1, 1, 5, 5, 5, 3, 3, 3], dtype=torch.float64)
-    out = found(-values[:, None].expand(9, 3), [0, 0, 0, 1, 1, 1, 2, 2, 2])
+    out = metrics_of(-values[:, None].expand(9, 3), [0, 0, 0, 1, 1, 1, 2, 2, 2])
     assert out["conditional_entropy_seq_est"] == 3
     assert out["conditional_entropy_seq_est_se"] == pytest.approx(2 / 3**0.5)
 
@@ -232,7 +224,7 @@ def test_standard_errors_cover_the_spread_of_many_measurements():
         prompts = table[torch.randperm(400, generator=rng)[:16]]
         z = torch.multinomial(prompts, 3, replacement=True, generator=rng)  # [16, 3]
         own = torch.arange(16).repeat_interleave(3)
-        out = found(prompts.log()[:, z.flatten()].T, own.tolist())
+        out = metrics_of(prompts.log()[:, z.flatten()].T, own.tolist())
         means.append(out["conditional_entropy_seq_est"])
         errors.append(out["conditional_entropy_seq_est_se"])
     ratio = torch.tensor(errors).mean() / torch.tensor(means).std()
@@ -256,35 +248,6 @@ def test_standard_errors_cover_the_spread_of_many_measurements():
 def test_wrong_input_is_named(sums, own, lengths, keys, words):
     with pytest.raises(ValueError, match=f"^{words}: .*; valid: .*$"):
         collapse_metrics(sums, own, lengths, column_keys=keys)
-
-
-def test_moving_averages_survive_a_resume():
-    steps = [found(-torch.rand(4, 4) * 5, lengths=[2, 3, 4, 5]) for _ in range(4)]
-    whole, first = Ema(), Ema()
-    expected = [whole.update(s) for s in steps]
-    for s in steps[:2]:
-        first.update(s)
-    second = Ema()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.update({}) == {}  # a step without a measurement
-    assert [second.update(s) for s in steps[2:]] == expected[2:]
-    assert expected[0]["mi_zscore_ema"] == pytest.approx(steps[0]["mi_zscore"])
-    average = steps[0]["marginal_std_seq"] * 0.9 + steps[1]["marginal_std_seq"] * 0.1
-    assert expected[1]["marginal_std_ema_seq"] == pytest.approx(average)
-    assert expected[1]["mi_zscore_ema_seq"] == pytest.approx(steps[1]["mi_seq_estimate"] / (average + 1e-3))
-    assert expected[0].keys() == {f"{a}_ema{b}" for a in ("mi_zscore", "marginal_std") for b in ("", "_seq")}
-
-
-# ---------------------------------------------------------------------------------------------------------- samplers
-def episode(prompt, turns, group=0):
-    """turns: (reasoning ids, the rest of the reply, what follows) each."""
-    ids, out = list(prompt), []
-    for thought, rest, after in turns:
-        start = len(ids)
-        ids += thought + rest
-        out.append(Turn(start, len(ids), start + len(thought), "", "", [], bool(thought), 0.0))
-        ids += after
-    return Episode("x", group, group, ids, [0] * len(ids), out)
 
 
 def test_first_turns():
@@ -319,24 +282,6 @@ def test_trajectories_weigh_the_same_whatever_their_length():
 
 
 # -------------------------------------------------------------------------------------------------- whole measurements
-def qwen2(**more):
-    torch.manual_seed(0)
-    config = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)  # fmt: skip
-    return Qwen2ForCausalLM(Qwen2Config(**(config | more))).eval()
-
-
-def played(groups=10, size=3, seed=0):
-    rng = random.Random(seed)
-    draw = lambda n: [rng.randrange(40) for _ in range(n)]
-    out = []
-    for g in range(groups):
-        prompt = draw(6) + [5]
-        for _ in range(size):
-            out.append(episode(prompt, [(draw(rng.randint(1, 5)), [9], [3]), (draw(4), [9], [])], group=g))
-    return out
-
-
 @pytest.mark.parametrize("sampling, n, m", [("first_turn", 8, 16), ("trajectory", 8, 8)])
 def test_measure(sampling, n, m):
     model, episodes = qwen2(), played()
@@ -352,24 +297,6 @@ def test_measure(sampling, n, m):
     assert measure(model, episodes, sampling=sampling, temperature=0.8, seed=4) != got
     rows = {(tuple(e.ids[: t.start]), t.think_end - t.start) for e in episodes for t in e.turns}
     assert {(got.column_keys[j], length) for j, length in zip(got.own, got.lengths)} <= rows
-
-
-def test_both_samplings_are_logged_each_with_averages_of_its_own():
-    model, (one, two) = qwen2(), (played(), played(seed=1))
-    ema, state = Ema(), torch.get_rng_state()
-    first, logged = monitor.diagnose(model, one, ema, temperature=0.8, seed=3)
-    resumed = Ema()
-    resumed.load_state_dict(json.loads(json.dumps(ema.state_dict())))
-    expected, both = {}, {}
-    for sampling in ("first_turn", "trajectory"):
-        found, alone = measure(model, one, sampling=sampling, temperature=0.8, seed=3), Ema()
-        later = measure(model, two, sampling=sampling, temperature=0.8, seed=4)
-        for out, m in ((expected, found), (both, later)):
-            out.update({f"collapse_{sampling}_sample/{k}": v for k, v in {**m, **alone.update(m)}.items()})
-    assert logged == expected and first == measure(model, one, temperature=0.8, seed=3) and first.sums.shape == (16, 8)
-    assert monitor.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
-    assert monitor.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_measure_a_model_that_ignores_its_prompt():

@@ -15,12 +15,9 @@ from itertools import pairwise
 
 import pytest
 import report_runs
-import torch
 from helpers import byte_tokenizer, encode
 from report_runs import NASTY, S, data_of, lines, metrics_line, nasty_run, page_of, rollout_line, words
 
-from nanoragen.collapse import estimator
-from nanoragen.collapse.monitor import posterior_record
 from nanoragen.report import charts
 from nanoragen.report import page as report
 from nanoragen.report.runs import Run, spread, visible
@@ -78,22 +75,6 @@ def test_what_was_not_logged_is_left_out(make):
     (folder / "cross.jsonl").unlink()
     page = page_of(folder)
     assert set(data_of(page)["charts"]) == {"success", "reward"} and "was not measured" in words(page)
-
-
-def test_posterior_against_bayes():
-    """Three rows, prompts of weight 2/3 and 1/3; the row of prompt 1 comes last, whatever its place."""
-    L = torch.tensor([[0.2, 0.7], [0.5, 0.1], [0.4, 0.4]]).log()
-    found = estimator.Measurement({}, L, [1, 0, 0], [1, 1, 1], None)
-    record = posterior_record(5, found)
-    want = [[0.5 * 2, 0.1], [0.4 * 2, 0.4], [0.2 * 2, 0.7]]
-    assert record == {
-        "step": 5, "size": [3, 2], "own": [0, 0, 1],
-        "posterior": [[pytest.approx(p / sum(row), abs=6e-4) for p in row] for row in want],
-    }  # fmt: skip
-    big = estimator.Measurement({}, torch.zeros(80, 40), [i // 2 for i in range(80)], [1] * 80, None)
-    record = posterior_record(1, big)
-    assert (len(record["posterior"]), len(record["posterior"][0]), record["size"]) == (32, 32, [80, 40])
-    assert record["posterior"][0] == [0.025] * 32 and record["own"] == [i // 2 for i in range(32)]
 
 
 # -- nothing of a run is markup ---------------------------------------------------------------------------------------------
@@ -304,11 +285,13 @@ def test_two_runs_are_compared(make, capsys, tmp_path):
 
 
 def test_bad_commands_are_one_line(make, tmp_path, capsys):
-    for args in ([str(tmp_path / "none")], [str(make()), "--out", str(tmp_path / "no" / "folder.html")]):
+    twice = [str(tmp_path), "--out", "a.html", "--out", "b.html"]
+    for args in (twice, [str(tmp_path / "none")], [str(make()), "--out", str(tmp_path / "no" / "folder.html")]):
         with pytest.raises(SystemExit) as stop:
             report.main(args)
         error = capsys.readouterr().err
         assert stop.value.code == 2 and error.count("\n") == 1 and "valid: " in error
+        assert ("out: is given twice" in error) == (args is twice)
     assert f"out: {tmp_path / 'no' / 'folder.html'} cannot be written" in error  # that name, not the one of the file beside it
 
 

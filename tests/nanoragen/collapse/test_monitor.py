@@ -1,0 +1,63 @@
+"""The measurements of a run: moving averages, both samplings, the posterior that is logged."""
+
+import json
+
+import pytest
+import torch
+from measured import metrics_of, played, qwen2
+
+from nanoragen.collapse import monitor
+from nanoragen.collapse.estimator import Measurement, measure
+from nanoragen.collapse.monitor import Ema
+
+
+def test_moving_averages_survive_a_resume():
+    steps = [metrics_of(-torch.rand(4, 4) * 5, lengths=[2, 3, 4, 5]) for _ in range(4)]
+    whole, first = Ema(), Ema()
+    expected = [whole.update(s) for s in steps]
+    for s in steps[:2]:
+        first.update(s)
+    second = Ema()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.update({}) == {}  # a step without a measurement
+    assert [second.update(s) for s in steps[2:]] == expected[2:]
+    assert expected[0]["mi_zscore_ema"] == pytest.approx(steps[0]["mi_zscore"])
+    average = steps[0]["marginal_std_seq"] * 0.9 + steps[1]["marginal_std_seq"] * 0.1
+    assert expected[1]["marginal_std_ema_seq"] == pytest.approx(average)
+    assert expected[1]["mi_zscore_ema_seq"] == pytest.approx(steps[1]["mi_seq_estimate"] / (average + 1e-3))
+    assert expected[0].keys() == {f"{a}_ema{b}" for a in ("mi_zscore", "marginal_std") for b in ("", "_seq")}
+
+
+# ---------------------------------------------------------------------------------------------------------- samplers
+def test_both_samplings_are_logged_each_with_averages_of_its_own():
+    model, (one, two) = qwen2(), (played(), played(seed=1))
+    ema, state = Ema(), torch.get_rng_state()
+    first, logged = monitor.diagnose(model, one, ema, temperature=0.8, seed=3)
+    resumed = Ema()
+    resumed.load_state_dict(json.loads(json.dumps(ema.state_dict())))
+    expected, both = {}, {}
+    for sampling in ("first_turn", "trajectory"):
+        found, alone = measure(model, one, sampling=sampling, temperature=0.8, seed=3), Ema()
+        later = measure(model, two, sampling=sampling, temperature=0.8, seed=4)
+        for out, m in ((expected, found), (both, later)):
+            out.update({f"collapse_{sampling}_sample/{k}": v for k, v in {**m, **alone.update(m)}.items()})
+    assert logged == expected and first == measure(model, one, temperature=0.8, seed=3) and first.sums.shape == (16, 8)
+    assert monitor.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
+    assert monitor.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_posterior_against_bayes():
+    """Three rows, prompts of weight 2/3 and 1/3; the row of prompt 1 comes last, whatever its place."""
+    L = torch.tensor([[0.2, 0.7], [0.5, 0.1], [0.4, 0.4]]).log()
+    found = Measurement({}, L, [1, 0, 0], [1, 1, 1], None)
+    record = monitor.posterior_record(5, found)
+    want = [[0.5 * 2, 0.1], [0.4 * 2, 0.4], [0.2 * 2, 0.7]]
+    assert record == {
+        "step": 5, "size": [3, 2], "own": [0, 0, 1],
+        "posterior": [[pytest.approx(p / sum(row), abs=6e-4) for p in row] for row in want],
+    }  # fmt: skip
+    big = Measurement({}, torch.zeros(80, 40), [i // 2 for i in range(80)], [1] * 80, None)
+    record = monitor.posterior_record(1, big)
+    assert (len(record["posterior"]), len(record["posterior"][0]), record["size"]) == (32, 32, [80, 40])
+    assert record["posterior"][0] == [0.025] * 32 and record["own"] == [i // 2 for i in range(32)]
