@@ -5,8 +5,8 @@
     python -m nanoragen.reproduce --quick          # again after Ctrl-C or a crash: goes on where it stopped
 
 A grid of runs: {no filter, top-p 0.9} x {plain, KL, entropy bonus, reward noise, each of several strengths} x seeds. Each is a
-`train.py` process of one thread; their logs are all that is analysed. Writes results.json, results.md and figures (SVG).
-What is asked of the logs, and how it is answered: claims.py. Left out: several machines, and another model than the bundled one.
+`train.py` process of one thread; their logs are all that is analysed (claims.py). Writes results.json, results.md and figures (SVG).
+Left out: several machines, and another model than the bundled one.
 """
 
 import json
@@ -20,24 +20,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanoragen.run import cli, metrics
+from nanoragen.run import checkpoint, cli, metrics
 from nanoragen.science.claims import analyse, figures, markdown, summary
 
 ROOT = Path(metrics.__file__).resolve().parents[2]
 FILTERS = {"none": {"filter": "none"}, "top_p": {"filter": "top_p", "filter_value": 0.9}}
-# All runs are as long as each other, and what acts on them acts to the end: no decay of the learning rate, as in the paper's runs.
-COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1, "lr_schedule": "constant"}
-QUICK = {
-    "env": "bandit",
-    "lr": 3e-4,
-    "steps": 100,
-    "groups": 8,
-    "group_size": 4,
-    "final_episodes": 256,
-    "grad_every": 20,
-    "save_every": 50,
-}
-FULL = {"env": "frozen_lake", "steps": 32, "groups": 16, "group_size": 8, "final_episodes": 256, "grad_every": 8, "save_every": 8}
+# Of every run. The learning rate is constant, as in the paper's runs: what acts on a run acts to its end.
+COMMON = {"early_stop": "none", "eval_every": 0, "keep": 1, "lr_schedule": "constant", "final_episodes": 256}
+QUICK = {"env": "bandit", "steps": 100, "groups": 8, "group_size": 4, "grad_every": 20, "save_every": 50, "lr": 3e-4}
+FULL = {"env": "frozen_lake", "steps": 32, "groups": 16, "group_size": 8, "grad_every": 8, "save_every": 8}
 STRENGTHS = {
     "kl": ("beta", (0.1, 0.01, 1.0)),
     "entropy": ("entropy_coef", (0.01, 0.003, 0.03)),
@@ -50,9 +41,6 @@ class Config:
     quick: bool = field(default=False, metadata={"help": "18 short runs (aimed at a quarter of an hour on two cores)"})
     out: str = field(default="", metadata={"help": "folder; default runs/reproduce or runs/reproduce-quick"})
     jobs: int = field(default=0, metadata={"help": "runs at a time, each of one thread; 0: one a core"})
-
-
-# -- the sweep ---------------------------------------------------------------------------------------------------------
 
 
 def grid(quick: bool) -> dict[str, dict]:
@@ -68,9 +56,9 @@ def grid(quick: bool) -> dict[str, dict]:
     return found
 
 
-def read(folder) -> list[dict]:
+def read(folder: Path) -> list[dict]:
     """The whole lines of a run's metrics.jsonl; a run that is being written may end in half a line."""
-    path = Path(folder) / "metrics.jsonl"
+    path = folder / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     return [found for found in map(metrics.whole_record, lines) if found]
 
@@ -91,56 +79,58 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
                 raise ValueError(f"out: {folder} holds a run with {key} {there.get(key)}, not {value}; valid: a new folder")
         if finished(read(folder), settings):
             return None
-        from nanoragen.run.checkpoint import newest
-
-        if newest(folder):
+        if checkpoint.newest(folder):
             return ["--resume", str(folder)]
         for name in metrics.FILES:  # of a run that never saved
             (folder / name).unlink(missing_ok=True)
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))] + ["--out", str(folder)]
 
 
+def start(folder: Path, arguments: list[str], command) -> subprocess.Popen:
+    """A training process of one thread, in a session of its own: Ctrl-C does not reach it. It prints to output.txt in its folder."""
+    where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": where}
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "a") as file:
+        return subprocess.Popen(
+            [*command, *arguments], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env={**os.environ, **one_thread}, start_new_session=True,
+        )  # fmt: skip
+
+
 def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nanoragen.train")) -> list[str]:
-    """Finish all runs, `jobs` at a time; what each prints goes to its output.txt. Returns the names of those that did not end well.
+    """Finish all runs, `jobs` at a time. Returns the names of those that did not end well.
 
     Ctrl-C and SIGTERM ask the running ones to save, wait for them, and are raised; a second one changes nothing.
     """
-    todo = {name: arguments(out / name, settings) for name, settings in runs.items()}
-    waiting, active, failed = [name for name, args in todo.items() if args is not None], {}, []
-    where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": where}
-    bar = tqdm(total=sum(s["steps"] for s in runs.values()), unit="step", dynamic_ncols=True, smoothing=0.02)
-    done = {name: len(read(out / name)) for name in runs}
-    bar.update(sum(done.values()))
+    todo = {name: args for name, settings in runs.items() if (args := arguments(out / name, settings)) is not None}
+    waiting, active, failed = list(todo), {}, []
+    done = {name: len(read(out / name)) for name in runs}  # steps
+    bar = tqdm(
+        total=sum(s["steps"] for s in runs.values()), initial=sum(done.values()), unit="step", dynamic_ncols=True, smoothing=0.02
+    )
     before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
                 name = waiting.pop(0)
-                (out / name).mkdir(parents=True, exist_ok=True)
-                with open(out / name / "output.txt", "a") as file:
-                    active[name] = subprocess.Popen(
-                        [*command, *todo[name]], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                        env={**os.environ, **one}, start_new_session=True,  # Ctrl-C is passed on below, once
-                    )  # fmt: skip
+                active[name] = start(out / name, todo[name], command)
             bar.set_description_str(" ".join(active))
             time.sleep(0.5)
-            for name, process in list(active.items()):
-                ended = process.poll() is not None
-                steps = len(read(out / name))
-                bar.update(max(0, steps - done[name]))
-                done[name] = max(steps, done[name])
-                if ended:
-                    del active[name]
-                    if not finished(read(out / name), runs[name]):
-                        failed.append(name)
-                        bar.write(f"{name} did not end well: see {out / name / 'output.txt'}")
+            ended = [name for name, process in active.items() if process.poll() is not None]
+            done |= {name: len(read(out / name)) for name in active}
+            bar.update(sum(done.values()) - bar.n)
+            for name in ended:
+                del active[name]
+                if not finished(read(out / name), runs[name]):
+                    failed.append(name)
+                    bar.write(f"{name} did not end well: see {out / name / 'output.txt'}")
     finally:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # a second one must not leave running what was asked to stop
         bar.close()
         if active:
-            print("the running ones finish their step and save it", flush=True)
+            print("the running ones finish their step and save it", file=sys.stderr)
         for process in active.values():
             process.terminate()
         for process in active.values():
@@ -150,6 +140,22 @@ def sweep(runs: dict, out: Path, jobs: int, command=(sys.executable, "-m", "nano
     return failed
 
 
+def report(runs: dict, out: Path, failed: list[str]):
+    """results.json, results.md and the figures, from the logs of the runs that finished; prints the tables."""
+    import matplotlib
+
+    summaries = [summary(name, read(out / name), settings["env"]) for name, settings in runs.items() if name not in failed]
+    results = {"settings": runs, "unfinished": failed, "runs": summaries, **analyse(summaries)}
+    drawn, text = figures(results), markdown(results)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nanoragen"}):  # the same numbers, the same files
+        for name, figure in drawn.items():
+            figure.savefig(out / name, metadata={"Date": None})
+    (out / "results.json").write_text(json.dumps(json.loads(metrics.dumps(results)), indent=1) + "\n")
+    (out / "results.md").write_text(text + "\n" + " ".join(f"![{name}]({name})" for name in drawn) + "\n")
+    print(f"\n{text}\n{out / 'results.md'}")
+
+
+@cli.quiet_when_unread
 def main(argv=None):
     c = cli.parse(Config, argv, "nanoragen.reproduce", __doc__.split("\n\n")[0])
     out, runs = Path(c.out or ("runs/reproduce-quick" if c.quick else "runs/reproduce")).resolve(), grid(c.quick)
@@ -165,17 +171,3 @@ def main(argv=None):
     report(runs, out, failed)
     if failed:
         raise SystemExit(1)
-
-
-def report(runs: dict, out: Path, failed: list[str]):
-    """results.json, results.md and the figures, from the logs of the runs that finished; prints the table."""
-    logs = {name: read(out / name) for name in runs if name not in failed}
-    summaries = [summary(name, lines, runs[name]["env"]) for name, lines in logs.items()]
-    results = {"settings": runs, "unfinished": failed, "runs": summaries, **analyse(summaries)}
-    drawn = figures(results)
-    for name, text in drawn.items():
-        (out / name).write_text(text)
-    (out / "results.json").write_text(json.dumps(json.loads(metrics.dumps(results)), indent=1) + "\n")
-    text = markdown(results)
-    (out / "results.md").write_text(text + "\n" + " ".join(f"![{name}]({name})" for name in drawn) + "\n")
-    print(f"\n{text}\n{out / 'results.md'}")

@@ -4,19 +4,21 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
-import xml.etree.ElementTree as xml
 from collections import Counter
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from nanoragen.run import checkpoint
 from nanoragen.science import claims, reproduce
-from nanoragen.science.claims import analyse, figures, markdown, summary, svg, ticks
+from nanoragen.science.claims import analyse, figures, markdown, summary
 from nanoragen.science.reproduce import arguments, grid, read, report, sweep
-from nanoragen.science.statistics import bootstrap, ranks, spearman, t95, t_interval, verdict
+from nanoragen.science.statistics import bootstrap, spearman, t_interval, verdict
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -140,24 +142,20 @@ def test_two_real_runs_and_the_noise_between_them(tmp_path):
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_and_spearman():
-    assert ranks([3.0, 1, 3, 2]).tolist() == [3.5, 1, 3.5, 2]
+def test_spearman():
     assert spearman([1, 2, 3, 4], [1, 8, 27, 64]) == pytest.approx(1) and spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(1 - 6 * 4 / (5 * 24))  # 1 - 6 sum d^2 / (n (n^2 - 1))
     assert math.isnan(spearman([1, 2, 3], [5, 5, 5]))
-    stats, rng = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
-    for _ in range(20):
-        x, y = rng.integers(0, 6, 15), rng.normal(size=15)  # ties
-        assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 6, (20, 15)), rng.normal(size=(20, 15))  # ties
+    assert spearman(x, y) == pytest.approx(np.array([stats.spearmanr(a, b).statistic for a, b in zip(x, y)]), abs=1e-12)
 
 
 def test_t_interval():
     mean, low, high = t_interval([1.0, 2, 3])
-    assert mean == 2 and (low, high) == pytest.approx((2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))
+    assert mean == 2 and (low, high) == pytest.approx((2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))  # t(2), 97.5%
+    assert t_interval([7.0] * 4) == (7, 7, 7)
     assert t_interval([4.0, 6])[0] == 5 and math.isnan(t_interval([4.0, 6])[1]) and math.isnan(t_interval([])[0])
-    stats = pytest.importorskip("scipy.stats")
-    for df in range(2, 200):
-        assert t95(df) == pytest.approx(stats.t.ppf(0.975, df), abs=2e-4)
 
 
 def test_the_bootstrap_covers_a_mean_as_often_as_it_says():
@@ -168,6 +166,12 @@ def test_the_bootstrap_covers_a_mean_as_often_as_it_says():
     assert 176 <= hits <= 200  # 95% of 200 = 190, less what a percentile interval of 40 is known to miss, and chance
     assert all(map(math.isnan, bootstrap(np.mean, [1.0, 2, 3, 4])))
     assert bootstrap(np.mean, np.ones(8)) == (1, 1) and bootstrap(np.mean, np.arange(9)) == bootstrap(np.mean, np.arange(9))
+
+
+def test_the_bootstrap_draws_rows_together_and_leaves_out_what_is_not_defined():
+    x = np.arange(5.0)
+    assert bootstrap(spearman, x, x**3) == pytest.approx((1, 1))  # also resamples of one row five times, which have no correlation
+    assert all(map(math.isnan, bootstrap(spearman, x, np.ones(5))))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_known_answers_are_found():
     assert abs(entropy["value"]) < 0.5 and entropy["verdict"] == "measured"
     assert stronger["value"] == pytest.approx(mi["value"] - abs(entropy["value"])) and stronger["verdict"] == "reproduced"
     assert success["value"] == pytest.approx(10 - 0.15) and success["verdict"] == "reproduced" and success["n"] == 12
-    half = t95(11) * np.std([0, 0.1, 0.2, 0.3] * 3, ddof=1) / math.sqrt(12)
+    half = stats.t.ppf(0.975, 11) * np.std([0, 0.1, 0.2, 0.3] * 3, ddof=1) / math.sqrt(12)
     assert (success["low"], success["high"]) == pytest.approx((9.85 - half, 9.85 + half))
     assert kept_mi["value"] == pytest.approx(0.5) and seconds["value"] == pytest.approx(-50) and seconds["verdict"] == "measured"
     assert (lost["value"], lost["verdict"], lost_too["value"], results["collapsed"]) == (0, "seen in 0 of 24", 0, [])
@@ -302,35 +306,46 @@ def test_the_opposite_and_too_little_are_said_as_such():
         } and "nan" not in markdown({**results, "runs": few, "unfinished": []})
 
 
-def test_figures_are_well_formed_and_show_every_run():
+def test_figures_show_every_run_where_its_numbers_say():
     runs = known()
     drawn = figures({**analyse(runs), "runs": runs})
-    assert set(drawn) == {"mi.svg", "entropy.svg", "filter.svg", "gradients.svg"}
-    for name, points in (("mi.svg", 24), ("entropy.svg", 24), ("filter.svg", 12), ("gradients.svg", 4)):
-        spots = [e for e in xml.fromstring(drawn[name]).iter() if e.tag.endswith("circle") and e.get("fill-opacity")]
-        assert len(spots) == points and all(70 <= float(e.get("cx")) <= 450 and 50 <= float(e.get("cy")) <= 300 for e in spots), (
-            name
-        )
-    empty = xml.fromstring(svg({"a": [(math.nan, 1.0)]}, "<&>", "x", "y"))
-    assert not [e for e in empty.iter() if e.get("fill-opacity")]
+    points = {name: sorted(p for line in f.axes[0].lines for p in line.get_xydata().tolist()) for name, f in drawn.items()}
+    assert points["mi.svg"] == sorted([r["mi"], r["success"]] for r in runs)
+    assert points["entropy.svg"] == sorted([r["entropy"], r["success"]] for r in runs)
+    pairs = [[b["success"], a["success"]] for a, b in claims.paired(runs)]
+    assert points["filter.svg"] == sorted([*pairs, [0, 0], [1, 1]]) and len(pairs) == 12
+    assert [0, 0.5] in points["gradients.svg"] and [1, pytest.approx(1.15)] in points["gradients.svg"]  # entropy; mean task norm
 
 
-def test_points_lie_where_their_numbers_say():
-    drawn = xml.fromstring(svg({"a": [(0.0, 0.0), (1.0, 2.0), (0.5, 1.0)]}, "t", "x", "y"))
-    spots = [(float(e.get("cx")), float(e.get("cy"))) for e in drawn.iter() if e.get("fill-opacity")]
-    assert spots == [(70, 300), (450, 50), (260, 175)]
+def test_the_report_of_a_sweep_is_the_same_again_and_takes_too_little(tmp_path, capsys):
+    """Every file, of runs that were never measured, byte for byte."""
+    runs, texts = {f"{f}-plain-0": {"env": "lake"} for f in ("none", "top_p")}, []
+    for name in runs:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "step_time": 2.0, "eval/lake/success": 0.5}\n')
+    for failed in ([], [], list(runs)):
+        report(runs, tmp_path, failed)
+        texts.append({f.name: f.read_text() for f in tmp_path.iterdir() if f.is_file()})
+    assert texts[0] == texts[1] and len(texts[0]) == 6 and "nan" not in texts[0]["results.md"]
+    assert "Not finished, and not in any figure: none-plain-0, top_p-plain-0." in capsys.readouterr().out
+    for name, text in texts[0].items():
+        assert not name.endswith(".svg") or ElementTree.fromstring(text).tag.endswith("svg")
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (0.38, 0.81), (-3, 7), (5, 5), (0, 0), (1e-5, 3e-5), (10, 2000)])
-def test_ticks_are_round_few_and_enclose(low, high):
-    found = ticks(low, high)
-    assert found[0] <= low + 1e-9 and found[-1] >= high - 1e-9 and 1 <= len(found) <= 7
-    steps = np.diff(found)
-    assert (
-        not len(steps)
-        or steps == pytest.approx(np.full(len(steps), steps[0]))
-        and round(steps[0] / 10.0 ** math.floor(math.log10(steps[0]) + 1e-9), 6) in (1, 2, 5)
+@pytest.mark.parametrize("program", ["reproduce", "warmup"])
+def test_a_reader_that_ends_ends_the_program_without_a_traceback(program, tmp_path):
+    """stdout is closed before the first line: what `| head -1` does to a program that prints more."""
+    code = (
+        f"import nanoragen.science.{program} as p\n"
+        "def work(*_): print('x' * 100_000, flush=True)\n"
+        "p.sweep, p.report, p.train = lambda *_: [], work, work\n"
+        f"p.main({['--out', str(tmp_path)]})\n"
     )
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert ended.returncode == 141 and "Error" not in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_bad_settings_are_one_line(capsys):
