@@ -87,7 +87,8 @@ def compile_table(targets=TARGETS) -> list[dict]:
     for name, kernel, constants, types, warps in variants():
         types = {**TYPES, **types}
         names = [n for n in kernel.arg_names if n in MULTIPLES_OF_16 and n not in constants and types.get(n) != "i32 odd"]
-        signature = {n: types.get(n, "*fp32").removesuffix(" odd") for n in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+        signature = {n: types.get(n, "*fp32").removesuffix(" odd") for n in kernel.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
         attrs = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in names}
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
         for target in targets:

@@ -22,7 +22,7 @@ def interpreted() -> bool:
 
 
 def use_triton(backend: str, tensor) -> bool:
-    """True for the kernel, False for the reference implementation. "auto": the kernel for CUDA tensors and under TRITON_INTERPRET=1."""
+    """True for the kernel, False for the reference. "auto": the kernel for CUDA tensors and under TRITON_INTERPRET=1."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend: {backend!r}; valid: auto, triton, torch")
     if backend == "torch":

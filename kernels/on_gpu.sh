@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that only a GPU can say, in under ten minutes: the GPU tests, the bench, and a short training run. From the repository root:
 #     bash kernels/on_gpu.sh results
-# Leaves tests.txt, bench.csv, bench.md, bench.svg and train.txt in the folder. A part that fails does not keep the next from running.
+# Leaves tests.txt, bench.csv, bench.md and train.txt in the folder. A part that fails does not keep the next from running.
 set -uo pipefail
 out=${1:-results}
 mkdir -p "$out"

@@ -1,7 +1,6 @@
 """The bench measures and reports; what it finds is no matter for a test."""
 
 import csv
-import xml.dom.minidom
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,14 @@ def tiny_cases(device, quick):
     yield bench.Case("product", (10, 10, 10), {"ours": bench.backward(lambda t: t.square().sum(), x, whole=True)}, flops=2000)
 
 
-def test_every_way_that_works_is_reported(tmp_path, monkeypatch, capsys):
+def test_every_implementation_that_works_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "cases", tiny_cases)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     bench.main(["--quick", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert "double: without broken (ZeroDivisionError)" in said
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
-    assert [(r["kernel"], r["way"], r["unit"]) for r in rows] == [
+    assert [(r["kernel"], r["implementation"], r["unit"]) for r in rows] == [
         ("double", "ours", "GB/s"), ("double", "<torch>", "GB/s"), ("product", "ours", "TFLOP/s")
     ]  # fmt: skip
     for r in rows:
@@ -33,8 +32,6 @@ def test_every_way_that_works_is_reported(tmp_path, monkeypatch, capsys):
         work = 8000 / 1e9 if r["unit"] == "GB/s" else 2000 / 1e12
         assert float(r["rate"]) == pytest.approx(work / (float(r["p50_ms"]) / 1e3))
     assert len((tmp_path / "bench.md").read_text().splitlines()) == 4 + len(rows)
-    drawn = xml.dom.minidom.parse(str(tmp_path / "bench.svg"))
-    assert len(drawn.getElementsByTagName("rect")) == 1 + len(rows)  # the ground and a bar each
 
 
 @pytest.mark.parametrize("whole", [False, True])

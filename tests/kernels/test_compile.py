@@ -26,7 +26,7 @@ def test_nothing_spills(table):
 
 
 def test_registers_leave_room_for_two_programs_of_8_warps_on_a_multiprocessor(table):
-    """65,536 registers: 128 for each of 2 x 256 threads. The products keep a tile of sums: one program, and its next tile on its way."""
+    """65,536 registers: 128 for each of 2 x 256 threads. The products keep a tile of sums, so one program fits."""
     for r in table:
         product = r["kernel"].startswith("linear, ") and r["matrix"]
         alone = r["kernel"].startswith("advantage") or product  # the first: one program in all
@@ -87,6 +87,23 @@ def test_a_new_length_compiles_nothing(versions):
     calls([1, 2, 15, 16, 17, 64])
     expected = {**dict.fromkeys(versions, 1), "_partial_softmax_kernel": 2}  # the cross matrix does without the entropy
     assert {kernel: len(found) for kernel, found in versions.items()} == expected
+
+
+def test_a_new_number_of_tokens_compiles_nothing(monkeypatch):
+    """What Triton would compile for each launch, by its own rules; nothing is run."""
+    names = "_partial_softmax_kernel", "_combine_kernel", "_grad_logits_kernel"
+    recorders = {name: Recorder(getattr(linear, name)) for name in names}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(linear, name, recorder)
+    monkeypatch.setattr(linear, "use_triton", lambda backend, tensor: True)
+    weight, bias = torch.zeros(1100, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1100, requires_grad=True)
+    for P in (1, 2, 15, 16, 17, 129, 300):
+        hidden = torch.zeros(P, 64, dtype=torch.bfloat16)
+        values = linear.linear_logprob_entropy(
+            hidden, weight, torch.zeros(P, dtype=torch.long), bias=bias, temperature=1 + P, workspace=90_000 * P
+        )
+        sum(v.sum() for v in values).backward()
+    assert {name: len(recorder.versions) for name, recorder in recorders.items()} == dict.fromkeys(recorders, 1)
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def test_hidden_narrower_than_the_head(backend):
     torch.testing.assert_close(sums.double().cpu(), book(hidden, weight, targets, cu, 1.0), atol=1e-3, rtol=1e-5)
 
 
-def test_twin_takes_the_vocabulary_in_slices(monkeypatch):
+def test_the_reference_takes_the_vocabulary_in_slices(monkeypatch):
     monkeypatch.setattr(reference, "COLUMNS", 7)
     hidden, weight = torch.randn(9, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
     targets, cu = torch.randint(50, (9,)), torch.tensor([0, 4, 9])
@@ -68,7 +68,7 @@ def test_twin_takes_the_vocabulary_in_slices(monkeypatch):
     torch.testing.assert_close(sums, book(hidden, weight, targets, cu, 1.0), atol=1e-10, rtol=1e-12)
 
 
-def test_twin_takes_any_number_of_pairs():
+def test_the_reference_takes_any_number_of_pairs():
     S = 70_000
     hidden, weight, targets = torch.randn(S, 4), torch.randn(6, 4), torch.randint(6, (S,))
     sums = cross_logprob_matrix(hidden, weight, targets, torch.arange(S + 1))

@@ -10,12 +10,13 @@ import pytest
 from nanoragen.kernels.dispatch import interpreted
 
 HERE = Path(__file__).parent
+NAMES = ("logprob", "logprob_inplace", "linear", "sizes", "policy", "cross", "advantage", "targets")
 
 
 @pytest.mark.skipif(interpreted(), reason="this is the inner run")
 def test_kernels_under_the_interpreter():
     pytest.importorskip("triton")
-    files = [str(HERE / f"test_{name}.py") for name in ("logprob", "linear", "policy", "cross", "advantage", "targets")]
+    files = [str(HERE / f"test_{name}.py") for name in NAMES]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *files],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=HERE.parent.parent,

@@ -1,62 +1,19 @@
-"""linear_logprob_entropy against float64 autograd by the book, for the twin and, under TRITON_INTERPRET=1, for the kernels."""
+"""linear_logprob_entropy against float64 autograd by the book: the reference, and the kernels under TRITON_INTERPRET=1."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from backends import BACKENDS, DEVICE, Recorder
+from backends import BACKENDS, DEVICE, close, leaves, linear_book, make, ours, value_and_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoragen.kernels import linear, reference
-from nanoragen.kernels.dispatch import interpreted, triton
+from nanoragen.kernels.dispatch import interpreted
 from nanoragen.kernels.linear import linear_logprob_entropy
 
 INF = float("inf")
-SLOW = [b for b in BACKENDS if b == "torch" or not interpreted()]  # where sizes may be real ones
-
-
-def make(P, D, V, dtype=torch.float32, bias=True, seed=0):
-    torch.manual_seed(seed)
-    hidden, weight = torch.randn(P, D).to(DEVICE, dtype), (2 * torch.randn(V, D) / D**0.5).to(DEVICE, dtype)
-    return hidden, weight, torch.randn(V).to(DEVICE, dtype) if bias else None, torch.randint(V, (P,), device=DEVICE)
-
-
-def book(hidden, weight, bias, targets, temperature=1.0, ignore_index=-100, dtype=torch.float64):
-    """From the definitions: logits in `dtype`, then a softmax of at least float32 (what a trainer without the kernel does)."""
-    x = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    x = (x if dtype == torch.float64 else x.float()) / temperature
-    p, log_p = torch.softmax(x, -1), torch.log_softmax(x, -1)
-    live = targets != ignore_index
-    logprob = log_p.gather(1, torch.where(live, targets, 0)[:, None].long())[:, 0]
-    entropy = -(p * torch.where(p > 0, log_p, 0.0)).sum(1)
-    return torch.where(live, logprob, 0.0), torch.where(live, entropy, 0.0)
-
-
-def leaves(*tensors):
-    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
-
-
-def run(way, inputs, targets, g, h):
-    """Values of `way`, and gradients of (g . logprob + h . entropy)."""
-    inputs = leaves(*inputs)
-    values = way(*inputs, targets)
-    loss = sum((v * u).sum() for v, u in zip(values, (g, h)))
-    return values, torch.autograd.grad(loss, [t for t in inputs if t is not None])
-
-
-def ours(backend, **options):
-    return lambda hidden, weight, bias, targets: linear_logprob_entropy(
-        hidden, weight, targets, bias=bias, backend=backend, **options
-    )
-
-
-def close(found, wanted, tolerance=2e-5):
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
+NOT_INTERPRETED = [b for b in BACKENDS if b == "torch" or not interpreted()]  # where sizes may be real ones
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -66,9 +23,11 @@ def test_at_least_as_near_to_float64_as_the_plain_way(P, D, V, bias, dtype, back
     """The plain way rounds the logits to the inputs' type; values must not show that, gradients only their own last rounding."""
     *inputs, targets = make(P, D, V, dtype, bias, seed=V)
     g, h = torch.randn(P, device=DEVICE), torch.randn(P, device=DEVICE)
-    values, grads = run(ours(backend, temperature=0.7), inputs, targets, g, h)
-    exact, exact_grads = run(lambda *a: book(*a, 0.7), [None if t is None else t.double() for t in inputs], targets, g, h)
-    _, plain_grads = run(lambda *a: book(*a, 0.7, dtype=dtype), inputs, targets, g, h)
+    values, grads = value_and_grads(ours(backend, temperature=0.7), inputs, targets, g, h)
+    exact, exact_grads = value_and_grads(
+        lambda *a: linear_book(*a, 0.7), [None if t is None else t.double() for t in inputs], targets, g, h
+    )
+    _, plain_grads = value_and_grads(lambda *a: linear_book(*a, 0.7, dtype=dtype), inputs, targets, g, h)
     assert {v.dtype for v in values} == {torch.float32} and {t.dtype for t in grads} == {dtype}
     close(values, exact, 3e-5)
     for a, b, c in zip(grads, plain_grads, exact_grads, strict=True):
@@ -83,8 +42,8 @@ def test_what_keeping_d_logits_in_16_bits_costs(dtype, backend):
     *inputs, targets = make(64, 32, 500, dtype, seed=3)
     g, h = torch.randn(64, device=DEVICE), torch.randn(64, device=DEVICE)
     kinds = [t.float() for t in inputs[1:]]  # float32 head and bias: their gradients are not rounded at the end
-    _, grads = run(ours(backend), [inputs[0], *kinds], targets, g, h)
-    _, exact = run(book, [inputs[0].double(), *(t.double() for t in kinds)], targets, g, h)
+    _, grads = value_and_grads(ours(backend), [inputs[0], *kinds], targets, g, h)
+    _, exact = value_and_grads(linear_book, [inputs[0].double(), *(t.double() for t in kinds)], targets, g, h)
     for a, b in zip(grads[1:], exact[1:], strict=True):
         assert (a.double() - b).norm() < torch.finfo(dtype).eps / 2 * b.norm()
 
@@ -96,8 +55,8 @@ def test_upstream_gradients_that_fp16_cannot_hold(size, backend):
     hidden, weight, _, targets = make(8, 16, 200, torch.float16, bias=False)
     weight = weight.float() / 16
     g, h = size * torch.randn(8, device=DEVICE), size * torch.randn(8, device=DEVICE)
-    _, (_, grad) = run(ours(backend), [hidden, weight, None], targets, g, h)
-    _, (_, exact) = run(book, [hidden.double(), weight.double(), None], targets, g, h)
+    _, (_, grad) = value_and_grads(ours(backend), [hidden, weight, None], targets, g, h)
+    _, (_, exact) = value_and_grads(linear_book, [hidden.double(), weight.double(), None], targets, g, h)
     assert (grad.double() - exact).norm() < 1e-3 * exact.norm()
 
 
@@ -112,7 +71,7 @@ def test_equal_logits_give_ln_v_at_any_offset(V, shift, backend):
     assert entropy.tolist() == pytest.approx([math.log(V)] * 2, abs=2e-5)
 
 
-@pytest.mark.parametrize("backend", SLOW)
+@pytest.mark.parametrize("backend", NOT_INTERPRETED)
 @pytest.mark.parametrize("V", [50_257, 129_920, 151_936])
 def test_equal_logits_of_a_real_vocabulary(V, backend):
     weight, bias = torch.zeros(V, 4, device=DEVICE), torch.full((V,), -50.0, device=DEVICE)
@@ -152,7 +111,7 @@ def test_a_common_offset_changes_nothing(shift, backend):
     hidden = torch.randint(-4, 5, (6, 8), device=DEVICE).float()
     weight, bias = torch.randint(-16, 17, (301, 8), device=DEVICE) / 32, torch.randint(-32, 33, (301,), device=DEVICE) / 32
     targets, ones = torch.randint(301, (6,), device=DEVICE), torch.ones(6, device=DEVICE)
-    found = [run(ours(backend), (hidden, weight, b), targets, ones, ones) for b in (bias, bias + shift)]
+    found = [value_and_grads(ours(backend), (hidden, weight, b), targets, ones, ones) for b in (bias, bias + shift)]
     for a, b in zip(*found):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -166,8 +125,8 @@ def test_a_bias_of_minus_infinity_excludes(out, backend, monkeypatch):
     bias[out] = -INF
     kept = (bias > -INF).nonzero()[:, 0]
     places, g = torch.tensor([0, 1, 7, len(kept) - 1], device=DEVICE), torch.randn(4, device=DEVICE)
-    values, grads = run(ours(backend), (hidden, weight, bias), kept[places], g, g)
-    exact, wanted = run(book, [t.double() for t in (hidden, weight[kept], bias[kept])], places, g, g)
+    values, grads = value_and_grads(ours(backend), (hidden, weight, bias), kept[places], g, g)
+    exact, wanted = value_and_grads(linear_book, [t.double() for t in (hidden, weight[kept], bias[kept])], places, g, g)
     close(values, exact)
     close((grads[0], grads[1][kept], grads[2][kept]), wanted)
     assert (grads[1][out] == 0).all() and (grads[2][out] == 0).all()
@@ -194,9 +153,11 @@ def test_ignored_tokens_are_zero_and_cost_nothing(backend, monkeypatch):
     for owner, name in ((linear, "forward"), (reference, "linear_forward")):
         way = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda x, *rest, way=way: (seen.append(len(x)), way(x, *rest))[1])
-    values, grads = run(ours(backend, ignore_index=-7), (hidden, weight, bias), targets, ones, ones)
+    values, grads = value_and_grads(ours(backend, ignore_index=-7), (hidden, weight, bias), targets, ones, ones)
     assert seen == [4] and all((v[~live] == 0).all() for v in values) and (grads[0][~live] == 0).all()
-    exact, exact_grads = run(book, [hidden[live].double(), weight.double(), bias.double()], targets[live], ones[live], ones[live])
+    exact, exact_grads = value_and_grads(
+        linear_book, [hidden[live].double(), weight.double(), bias.double()], targets[live], ones[live], ones[live]
+    )
     close([v[live] for v in values], exact)
     close([grads[0][live], *grads[1:]], exact_grads)
 
@@ -205,7 +166,9 @@ def test_ignored_tokens_are_zero_and_cost_nothing(backend, monkeypatch):
 @pytest.mark.parametrize("P", [0, 5])
 def test_no_token_or_all_ignored(P, backend):
     hidden, weight, bias, targets = make(P, 12, 50)
-    values, grads = run(ours(backend), (hidden, weight, bias), torch.full_like(targets, -100), *torch.ones(2, P, device=DEVICE))
+    values, grads = value_and_grads(
+        ours(backend), (hidden, weight, bias), torch.full_like(targets, -100), *torch.ones(2, P, device=DEVICE)
+    )
     assert all(v.shape == (P,) and (v == 0).all() for v in values)
     assert [t.shape for t in grads] == [t.shape for t in (hidden, weight, bias)] and all((t == 0).all() for t in grads)
 
@@ -224,7 +187,7 @@ def test_gradients_add_up_and_each_output_alone_has_one(backend):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, 2 * c - 3 * d, atol=1e-5, rtol=1e-5)
     exact = leaves(*(t.double() for t in inputs))
-    wanted = torch.autograd.grad(book(*exact, targets)[0].sum(), exact)
+    wanted = torch.autograd.grad(linear_book(*exact, targets)[0].sum(), exact)
     close(first, wanted)
 
 
@@ -234,7 +197,7 @@ def test_only_the_wanted_gradients(wanted, backend):
     """A frozen head, or anything else that is frozen: no gradient for it, and the same ones for the rest."""
     *inputs, targets = make(6, 12, 140)
     ones = torch.ones(6, device=DEVICE)
-    _, everything = run(ours(backend), inputs, targets, ones, ones)
+    _, everything = value_and_grads(ours(backend), inputs, targets, ones, ones)
     for i, t in enumerate(inputs):
         t.requires_grad_(i in wanted)
     sum(v.sum() for v in ours(backend)(*inputs, targets)).backward()
@@ -269,7 +232,7 @@ def test_views_other_integers_and_untouched_inputs(backend):
         hidden, weight = wide[::2, :33].requires_grad_(), tall.T.requires_grad_()
         values = linear_logprob_entropy(hidden, weight, targets, backend=backend)
         grads = torch.autograd.grad(sum(v.sum() for v in values), (hidden, weight))
-        exact, wanted = run(book, [hidden.double(), weight.double(), None], targets, ones, ones)
+        exact, wanted = value_and_grads(linear_book, [hidden.double(), weight.double(), None], targets, ones, ones)
         close(values, exact)
         close(grads, wanted)
     assert all(torch.equal(a, b) for a, b in zip(before, (wide, tall, many), strict=True))
@@ -281,8 +244,8 @@ def test_a_head_of_another_type(kinds, backend):
     """As under autocast. Gradients come back in each input's own type."""
     hidden, weight, _, targets = make(6, 16, 140, torch.bfloat16, bias=False)
     inputs, ones = [hidden.to(kinds[0]), weight.to(kinds[1]), None], torch.ones(6, device=DEVICE)
-    values, grads = run(ours(backend), inputs, targets, ones, ones)
-    exact, wanted = run(book, [hidden.double(), weight.double(), None], targets, ones, ones)
+    values, grads = value_and_grads(ours(backend), inputs, targets, ones, ones)
+    exact, wanted = value_and_grads(linear_book, [hidden.double(), weight.double(), None], targets, ones, ones)
     close(values, exact, 5e-5)
     assert tuple(t.dtype for t in grads) == kinds
     close(grads, wanted, 0.02)
@@ -292,35 +255,11 @@ def test_a_head_of_another_type(kinds, backend):
 def test_autocast_does_not_round_the_logits(backend):
     *inputs, targets = make(6, 16, 140)
     ones = torch.ones(6, device=DEVICE)
-    alone = run(ours(backend), inputs, targets, ones, ones)
+    alone = value_and_grads(ours(backend), inputs, targets, ones, ones)
     with torch.autocast(DEVICE, torch.bfloat16):
-        under = run(ours(backend), inputs, targets, ones, ones)
+        under = value_and_grads(ours(backend), inputs, targets, ones, ones)
     for a, b in zip(alone, under, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("workspace", [1, 12_000, 2**26])
-def test_any_workspace_gives_the_same(workspace, backend, monkeypatch):
-    """One that forces many slabs of tokens and slices of the vocabulary, and spans of one tile."""
-    monkeypatch.setattr(linear, "SPAN", 32)
-    monkeypatch.setattr(linear, "BLOCKS32", {"BLOCK_P": 16, "BLOCK_V": 16, "BLOCK_D": 16})
-    *inputs, targets = make(40, 20, 140 if workspace > 1 else 20)
-    g, h = torch.randn(2, 40, device=DEVICE)
-    values, grads = run(ours(backend, workspace=workspace), inputs, targets, g, h)
-    exact, wanted = run(book, [t.double() for t in inputs], targets, g, h)
-    close(values, exact)
-    close(grads, wanted, 5e-5)
-
-
-def test_tiles_keep_within_the_workspace():
-    for P, V, most, workspace, element, column in (
-        (2048, 151_936, 2**18, 2**26, 8, 0), (7, 151_936, 2**18, 2**26, 8, 3584), (70_000, 8, 2**62, 2**26, 2, 12 * 896),
-        (65_536, 262_144, 2**62, 2**26, 2, 12 * 4096), (3, 5, 2**18, 2**26, 8, 0), (1000, 1000, 2**18, 50_000, 8, 400),
-    ):  # fmt: skip
-        tokens, columns = reference.tile(P, V, most, workspace, element, column)
-        assert 1 <= tokens <= P and 1 <= columns <= V and tokens * columns <= most
-        assert tokens * columns * element + columns * column <= workspace
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -353,10 +292,10 @@ def test_any_shape_scale_and_mask(backend, data):
     inputs[0] = inputs[0] * scale
     targets[torch.tensor(data.draw(st.lists(st.booleans(), min_size=P, max_size=P)), dtype=torch.bool, device=DEVICE)] = -100
     g, h = torch.randn(2, P, device=DEVICE)
-    values, grads = run(ours(backend, temperature=temperature), inputs, targets, g, h)
+    values, grads = value_and_grads(ours(backend, temperature=temperature), inputs, targets, g, h)
     exact_inputs = [None if t is None else t.double() for t in inputs]
-    exact, wanted = run(lambda *a: book(*a, temperature), exact_inputs, targets, g, h)
-    _, plain = run(lambda *a: book(*a, temperature, dtype=torch.float32), inputs, targets, g, h)
+    exact, wanted = value_and_grads(lambda *a: linear_book(*a, temperature), exact_inputs, targets, g, h)
+    _, plain = value_and_grads(lambda *a: linear_book(*a, temperature, dtype=torch.float32), inputs, targets, g, h)
     size = 1 + scale * 10 / temperature  # of a logit; the entropy's gradient has log p times p, so its rounding grows with it
     for a, b in zip(values, exact, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-6 * size, rtol=1e-5)
@@ -366,7 +305,7 @@ def test_any_shape_scale_and_mask(backend, data):
             assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-5 * (1 + c.abs().max())
 
 
-def test_twin_in_float64_passes_gradcheck():
+def test_the_reference_in_float64_passes_gradcheck():
     hidden, weight, bias, targets = make(4, 5, 11, torch.float64)
     targets[1] = -100
     inputs = leaves(hidden.cpu(), weight.cpu(), bias.cpu())
@@ -403,113 +342,6 @@ def test_bad_arguments(bad, match):
     good = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(7, 4), "targets": torch.zeros(3, dtype=torch.long)}
     with pytest.raises(ValueError, match=match):
         linear_logprob_entropy(**{**good, **bad})
-
-
-def test_peak_memory_of_the_twin():
-    """Logits of 256 MiB that never exist: forward, and forward with backward, stay under a tenth of them."""
-    code = """
-import torch
-from nanoragen.kernels.linear import linear_logprob_entropy
-
-def high_water():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
-
-torch.set_num_threads(1)
-P, D, V = 1024, 32, 65_536
-hidden, weight, targets = torch.randn(P, D), torch.randn(V, D), torch.randint(V, (P,))
-grads = torch.zeros(P, D), torch.zeros(V, D)
-linear_logprob_entropy(hidden, weight[:2048], targets % 2048)  # so that the BLAS is loaded
-for leaf in (False, True):
-    hidden.requires_grad_(leaf), weight.requires_grad_(leaf)
-    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here
-    before = high_water()
-    logprob, entropy = linear_logprob_entropy(hidden, weight, targets)
-    if leaf:
-        (logprob - 0.1 * entropy).sum().backward()
-        before += weight.numel() * 4 + hidden.numel() * 4  # the gradients themselves
-    print((high_water() - before) / (P * V * 4))
-"""
-    try:
-        open("/proc/self/clear_refs", "w").close()
-    except OSError:
-        pytest.skip("no /proc/self/clear_refs to measure with")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shares = [float(line) for line in done.stdout.split()]
-    assert len(shares) == 2 and max(shares) < 0.1, shares
-
-
-def test_rows_beyond_two_to_the_31_elements():
-    """Offsets are 64-bit, of hidden and of the head. The 4.3 GB are touched in six rows, so the system never hands them out."""
-    code = """
-import torch
-from nanoragen.kernels.linear import linear_logprob_entropy
-stride = 2**30 + 8
-wide = torch.empty(2 * stride + 128, dtype=torch.float16)
-hidden, weight = wide.as_strided((3, 64), (stride, 1)), wide.as_strided((3, 64), (stride, 1), 64)
-for rows in (hidden, weight):
-    rows[0], rows[1], rows[2] = torch.randn(3, 64).half()
-results = []
-for h, w, backend in ((hidden, weight, "triton"), (hidden.clone(), weight.clone(), "torch")):
-    h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
-    values = linear_logprob_entropy(h, w, torch.tensor([0, 1, 2]), backend=backend)
-    results.append([*values, *torch.autograd.grad(values[0].sum(), (h, w))])
-for a, b in zip(*results):
-    assert torch.allclose(a, b, atol=5e-3), (a, b)
-"""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.skipif(triton is None or interpreted(), reason="needs Triton's compiler")
-def test_a_new_number_of_tokens_compiles_nothing(monkeypatch):
-    """What Triton would compile for each launch, by its own rules; nothing is run."""
-    recorders = {name: Recorder(getattr(linear, name)) for name in ("_partial_softmax_kernel", "_combine_kernel", "_grad_logits_kernel")}
-    for name, recorder in recorders.items():
-        monkeypatch.setattr(linear, name, recorder)
-    monkeypatch.setattr(linear, "use_triton", lambda backend, tensor: True)
-    weight, bias = torch.zeros(1100, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1100, requires_grad=True)
-    for P in (1, 2, 15, 16, 17, 129, 300):
-        hidden = torch.zeros(P, 64, dtype=torch.bfloat16)
-        values = linear_logprob_entropy(
-            hidden, weight, torch.zeros(P, dtype=torch.long), bias=bias, temperature=1 + P, workspace=90_000 * P
-        )
-        sum(v.sum() for v in values).backward()
-    assert {name: len(recorder.versions) for name, recorder in recorders.items()} == dict.fromkeys(recorders, 1)
-
-
-@pytest.mark.parametrize("backend", SLOW)
-@pytest.mark.parametrize("P", [65_536, 70_000])
-def test_more_tokens_than_a_grid_axis(P, backend):
-    hidden, weight, bias, targets = make(P, 4, 8)
-    close(linear_logprob_entropy(hidden, weight, targets, bias=bias, backend=backend), book(hidden, weight, bias, targets))
-
-
-@pytest.mark.gpu
-def test_no_large_temporary_on_a_gpu():
-    P, D, V = 8192, 896, 151_936
-    hidden, weight = torch.randn(P, D, device="cuda").bfloat16(), torch.randn(V, D, device="cuda").bfloat16() / 30
-    hidden.requires_grad_(), weight.requires_grad_()
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    logprob, entropy = linear_logprob_entropy(hidden, weight, torch.zeros(P, dtype=torch.long, device="cuda"))
-    assert torch.cuda.max_memory_allocated() - base < 0.1e9
-    (logprob.sum() + entropy.sum()).backward()
-    assert torch.cuda.max_memory_allocated() - base < weight.numel() * 2 + 0.2e9  # the logits would be 2.5e9
-
-
-@pytest.mark.gpu
-def test_rows_beyond_two_to_the_31_elements_on_a_gpu():
-    hidden = torch.zeros(1_100_000, 2048, dtype=torch.bfloat16, device="cuda")
-    hidden[-1].normal_()
-    weight, targets = torch.randn(300, 2048, device="cuda").bfloat16(), torch.zeros(1_100_000, dtype=torch.long, device="cuda")
-    together = linear_logprob_entropy(hidden, weight, targets)
-    alone = linear_logprob_entropy(hidden[-1:].clone(), weight, targets[-1:])
-    assert all(torch.equal(a[-1:], b) for a, b in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""policy_loss against float64 autograd of the formula as written, for the twin and, under TRITON_INTERPRET=1, for the kernel."""
+"""policy_loss against float64 autograd of the formula as written, for the reference implementation and the kernel."""
 
 import math
 
@@ -222,7 +222,7 @@ def test_any_settings(backend, T, V, seed, kl, beta, entropy_coef, clip, inplace
     check(*batch(T, V, seed=seed), backend, inplace=inplace, **how)
 
 
-def test_twin_in_float64_passes_gradcheck():
+def test_the_reference_in_float64_passes_gradcheck():
     logits, *rest, ref = (t.double() if t.is_floating_point() else t for t in batch(4, 7))
     how = BASE | {"beta": 0.2, "entropy_coef": 0.05}
     call = lambda x: policy_loss(x, *rest, ref_logprob=ref, backend="torch", **how)[0]  # noqa: E731
