@@ -7,7 +7,6 @@ paid or not: a policy that guesses succeeds half the time.
 Left out: many arms, and several pulls of the same machines (there is nothing to explore in one pull).
 """
 
-
 from nanoragen.envs.base import Game
 
 # From best to worst. An instance pairs two arms at least six places apart.
