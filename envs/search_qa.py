@@ -5,7 +5,7 @@
     finish[Eskford]              ends the episode
 
 An answer is right if it is the same text as the answer known, after SQuAD's normalisation (Rajpurkar et al. 2016): small letters,
-no punctuation but in numbers, no articles, single blanks. That is success; `score` chooses whether the reward is that (1 or 0) or the F1 of
+no punctuation but in numbers, no articles, single blanks. That is success; with `score` the reward is that (1 or 0) or the F1 of
 the words. People, towns and works are invented here, so nothing can be known without searching.
 
 Left out: a retriever with embeddings (RAGEN's server has one), and answers judged by a model.
