@@ -1,12 +1,11 @@
 """Bandit: two arms, one pull. What the arms are called hints at which one pays.
 
 The better arm pays 1 with probability 0.8, the other with 0.2. Whether each would pay is decided at `reset`, so the
-seed alone decides the instance and all episodes of a group meet the same luck. Success is pulling the better arm,
+seed alone decides the instance and all episodes of a group draw the same payments. Success is pulling the better arm,
 paid or not: a policy that guesses succeeds half the time.
 
 Left out: many arms, and several pulls of the same machines (there is nothing to explore in one pull).
 """
-
 
 from nanoragen.envs.base import Game
 

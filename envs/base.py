@@ -14,6 +14,7 @@ One `step` is one action ("Up"), not one reply: the rollout parses a reply, and 
 An action that is not understood changes nothing, and is answered, never raised.
 """
 
+import math
 import numbers
 import string
 from collections.abc import Iterator
@@ -86,6 +87,14 @@ class Game(TextEnv):
         """What `step` returns. effective: None where every valid action is."""
         info = {"success": success, "action_is_valid": valid, "action_is_effective": valid if effective is None else effective}
         return self.render(), float(reward), over, False, info
+
+
+def check_whole(env: str, low: int, high: float = math.inf, **options):
+    """ValueError for the first option that is no whole number from low to high."""
+    for key, value in options.items():
+        if not (isinstance(value, int) and low <= value <= high):
+            valid = f"{low} to {high}" if high < math.inf else f"a whole number, {low} or more"
+            raise ValueError(f"{key}: {value!r} is not possible in {env}; valid: {valid}")
 
 
 def check_attributes(env, name: str):

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from nanoragen.envs.base import CHARSET, Game, held_out
+from nanoragen.envs.base import CHARSET, Game, check_whole, held_out
 from nanoragen.envs.code_data import Task, own_tasks, tasks_from
 from nanoragen.envs.data import read_both
 from nanoragen.envs.sandbox import isolation, run
@@ -62,8 +62,7 @@ class Code(Game):
                 "allow_code_execution: code runs programs that the model writes, in a sandbox (envs/README.md says what it "
                 "isolates); valid: --allow_code_execution"
             )
-        if not (isinstance(level, int) and 0 <= level <= 3):
-            raise ValueError(f"level: {level!r} is not possible in code; valid: 1 to 3, 0: all")
+        check_whole("code", 0, 3, level=level)
         for key, value in (("max_tests", max_tests), ("seconds", seconds), ("memory", memory)):
             if not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"{key}: {value!r}; valid: a number above 0")

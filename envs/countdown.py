@@ -9,13 +9,14 @@ Left out: using only some of the numbers, as in the television game. There is on
 
 import functools
 import itertools
+import operator
 import re
 from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 
-from nanoragen.envs.base import Game, held_out
+from nanoragen.envs.base import Game, check_whole, held_out
 from nanoragen.envs.data import read_both, read_rows
 
 MAX_LENGTH = 120  # characters of an expression
@@ -23,6 +24,7 @@ MAX_OPEN = 20  # opening parentheses: bounds the recursion of the parser, whatev
 MAX_NUMBER = 1_000_000  # of a file
 CHECKED = 1_000  # up to here it is checked that the numbers of a row make its target: larger values are not exact in floats
 MAX_DRAWS = 10_000  # of an instance; a few are enough for any setting that can be met
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 WRAPPERS = ((r"\boxed{", "}"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/"}
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
@@ -46,12 +48,10 @@ class Countdown(Game):
 
     def __init__(self, numbers=3, low=1, high=9, max_target=50, data="", eval_data=""):
         super().__init__()
-        if not (isinstance(numbers, int) and 2 <= numbers <= 4):
-            raise ValueError(f"numbers: {numbers!r} is not possible in countdown; valid: 2 to 4")
+        check_whole("countdown", 2, 4, numbers=numbers)
         if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high <= 1000):
             raise ValueError(f"low, high: {low}, {high}; valid: 1 <= low <= high <= 1000")
-        if not (isinstance(max_target, int) and max_target >= 1):
-            raise ValueError(f"max_target: {max_target!r}; valid: a whole number, 1 or more")
+        check_whole("countdown", 1, max_target=max_target)
         self.count, self.low, self.high, self.max_target = numbers, low, high, max_target
         self.rows, self.eval_rows = read_both(data, eval_data, lambda path: read_rows(path, numbers_and_target))
 
@@ -198,7 +198,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
             right = operand()
             if op == "/" and right == 0:
                 raise ValueError("division by zero")
-            value = {"+": value.__add__, "-": value.__sub__, "*": value.__mul__, "/": value.__truediv__}[op](right)
+            value = OPERATORS[op](value, right)
         return value
 
     value = operation("+-", lambda: operation("*/", atom))
@@ -209,8 +209,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
 
 def join(a, op, b):
     """(value, text) of two parts combined; compound parts carry their parentheses."""
-    value = a[0] + b[0] if op == "+" else a[0] - b[0] if op == "-" else a[0] * b[0] if op == "*" else a[0] / b[0]
-    return value, f"({a[1]} {op} {b[1]})"
+    return OPERATORS[op](a[0], b[0]), f"({a[1]} {op} {b[1]})"
 
 
 def _bare(text: str) -> str:

@@ -8,10 +8,9 @@ On every 4x4 map every start is at most 10 moves from the goal, which is what 5 
 Slips come from the seed too: the episodes of a group that play the same actions slip the same way.
 """
 
-
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
-from nanoragen.envs.base import Game
+from nanoragen.envs.base import Game, check_whole
 
 
 class FrozenLake(Game):
@@ -36,8 +35,7 @@ class FrozenLake(Game):
 
     def __init__(self, size=4, is_slippery=False, success_rate=1 / 3, frozen=0.75, random_start=True):
         super().__init__()
-        if not (isinstance(size, int) and 3 <= size <= 10):
-            raise ValueError(f"size: {size!r} is not possible in frozen_lake; valid: 3 to 10")
+        check_whole("frozen_lake", 3, 10, size=size)
         if not (isinstance(success_rate, (int, float)) and 0 < success_rate <= 1):
             raise ValueError(f"success_rate: {success_rate!r}; valid: above 0, at most 1")
         if not (isinstance(frozen, (int, float)) and 0.5 <= frozen <= 1):

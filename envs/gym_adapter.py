@@ -59,7 +59,7 @@ class GymText(TextEnv):
             raise ValueError(f"actions: {actions!r}, but gym:{id} takes any text; valid: none")
         else:
             ways = "Answer with an action."
-        example = self.actions[0] if hasattr(self, "actions") else "action"
+        example = self.actions[0] if hasattr(self, "actions") else "your action"  # the latter is refused when it is copied
         self.instruction = f"You play {id}. {ways} Reply <think>your reasoning</think><answer>{example}</answer>"
         self.success_above = success_above
         for name in ("instruction", "max_turns", "max_actions_per_turn", "step_reward"):

@@ -5,7 +5,8 @@ asked then: it takes 2 2/3 for 4/3, 41 = 42 for 42, 1/3 for 0.3333333, and a sum
 what is no number (roots, intervals, polynomials, ...), with its tolerance taken away: two numbers must be exactly equal.
 
 It runs in a process of its own that a timer kills after TIME_LIMIT seconds, that may write no file, open no socket and start no
-process, and has MEMORY_LIMIT bytes, so no answer hangs, fills the memory or leaves anything behind. Needs the extra `envs`, and a Unix (timers, resource limits).
+process, and has MEMORY_LIMIT bytes, so no answer hangs, fills the memory or leaves anything behind. Needs the extra `envs`, and a
+Unix (timers, resource limits).
 What is a guess rather than an answer ("42 or 43", the question again, x > 41) is wrong without being asked about.
 """
 

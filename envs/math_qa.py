@@ -10,7 +10,7 @@ Left out: problems with more than one unknown. Answers that are no numbers come 
 
 import re
 
-from nanoragen.envs.base import Game, held_out
+from nanoragen.envs.base import Game, check_whole, held_out
 from nanoragen.envs.data import read_both, read_rows
 from nanoragen.envs.math_judge import MAX_LENGTH, boxed, installed, number, same, without_unit
 
@@ -34,8 +34,7 @@ class MathQA(Game):
 
     def __init__(self, level=2, data="", eval_data=""):
         super().__init__()
-        if not (isinstance(level, int) and 1 <= level <= 5):
-            raise ValueError(f"level: {level!r} is not possible in math_qa; valid: 1 to 5")
+        check_whole("math_qa", 1, 5, level=level)
         self.level = level
         self.rows, self.eval_rows = read_both(data, eval_data, lambda path: read_rows(path, question_and_answer))
         if not installed() and any(number(without_unit(a, "")) is None for _, a in self.rows + self.eval_rows):

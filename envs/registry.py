@@ -114,7 +114,9 @@ def make(name: str, **options):
                 f"{key}: {value!r} is not possible in {name}; valid: {'true, false' if switch else 'no true or false'}"
             )
     if not isinstance(getattr(env, "instruction", None), str) or not env.instruction.strip():
-        raise ValueError(f"env: {name} has no instruction; valid: a class with one, and with max_turns (nanoragen.envs.base.TextEnv)")
+        raise ValueError(
+            f"env: {name} has no instruction; valid: a class with one, and with max_turns (nanoragen.envs.base.TextEnv)"
+        )
     check_attributes(env, name)
     return env
 

@@ -14,7 +14,7 @@ import itertools
 
 import numpy as np
 
-from nanoragen.envs.base import Game
+from nanoragen.envs.base import Game, check_whole
 
 # face -> (outward direction, direction of reading, direction of its lower row), in x right, y up, z towards you: the unfolded net
 FACES = {
@@ -48,8 +48,7 @@ class RubiksCube(Game):
 
     def __init__(self, scramble=3):
         super().__init__()
-        if not (isinstance(scramble, int) and 1 <= scramble <= 20):
-            raise ValueError(f"scramble: {scramble!r} is not possible in rubiks_cube; valid: 1 to 20")
+        check_whole("rubiks_cube", 1, 20, scramble=scramble)
         self.scramble = scramble
         self.max_turns = min(scramble, 11)
 

@@ -6,14 +6,13 @@
 
 Linux only. What is in force, found out once by trying, and said in one line on standard error:
 
-    namespaces   the program sees its own processes, no network, its own empty /tmp (in memory), the Python library and system
-                 libraries (read-only), and no other file. As root it runs as nobody. Needs Linux 5.14 and namespaces allowed.
-    nobody       limits only, but as another user (the trainer is root): it reads what everybody may read, and has the network.
-    none         limits only: it can do to files and network whatever the user who started the trainer can.
+    namespaces   its own processes, no network, an empty /tmp in memory, Python's and the system's libraries (read-only), no
+                 other file. As root it runs as nobody. Needs Linux 5.14 and namespaces allowed.
+    nobody       limits only, as another user (the trainer is root): it reads what everybody may read, and has the network
+    none         limits only: it can do whatever the user who started the trainer can
 
-In each of them: no environment, no standard input but the one given, limits of the kernel (setrlimit) on each process, all
-of its processes ended and waited for, its folder removed. The limit on memory is one process's: `processes` of them may hold
-that many times as much. sandbox_child.py does the work.
+envs/README.md has the whole table. The limit on memory is one process's: `processes` of them may hold that many times as much.
+sandbox_child.py does the work.
 
 Left out: seccomp, and cgroups (they need rights that a trainer seldom has). The kernel is shared, so this is no defence
 against a program that attacks the kernel itself.

@@ -5,7 +5,7 @@
     finish[Eskford]              ends the episode
 
 An answer is right if it is the same text as the answer known, after SQuAD's normalisation (Rajpurkar et al. 2016): small letters,
-no punctuation but in numbers, no articles, single blanks. That is success; `score` chooses whether the reward is that (1 or 0) or the F1 of
+no punctuation but in numbers, no articles, single blanks. That is success; with `score` the reward is that (1 or 0) or the F1 of
 the words. People, towns and works are invented here, so nothing can be known without searching.
 
 Left out: a retriever with embeddings (RAGEN's server has one), and answers judged by a model.
@@ -14,7 +14,7 @@ Left out: a retriever with embeddings (RAGEN's server has one), and answers judg
 import re
 from collections import Counter
 
-from nanoragen.envs.base import Game, held_out
+from nanoragen.envs.base import Game, check_whole, held_out
 from nanoragen.envs.retrieval import parse_action
 from nanoragen.envs.search_corpus import from_files, generated, normal
 
@@ -44,11 +44,9 @@ class SearchQA(Game):
         super().__init__()
         if hops not in (0, 2, 3):
             raise ValueError(f"hops: {hops!r} is not possible in search_qa; valid: 2, 3, or 0 for both")
-        for key, value, low, high in (("people", people, 20, 150), ("passages", passages, 1, 10)):
-            if not (isinstance(value, int) and low <= value <= high):
-                raise ValueError(f"{key}: {value!r} is not possible in search_qa; valid: {low} to {high}")
-        if not (isinstance(corpus_seed, int) and corpus_seed >= 0):
-            raise ValueError(f"corpus_seed: {corpus_seed!r}; valid: a whole number, 0 or more")
+        check_whole("search_qa", 20, 150, people=people)
+        check_whole("search_qa", 1, 10, passages=passages)
+        check_whole("search_qa", 0, corpus_seed=corpus_seed)
         if score not in ("em", "f1"):
             raise ValueError(f"score: {score!r}; valid: em, f1")
         for key, value in (("eval_data", eval_data), ("corpus", corpus)):

@@ -12,7 +12,7 @@ Left out on purpose: the gym-sokoban generator (random play that may fail and re
 import heapq
 from collections.abc import Iterator
 
-from nanoragen.envs.base import Game
+from nanoragen.envs.base import Game, check_whole
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = "#_O√XPS"
 MAX_STATES = 20_000  # positions the backward search visits at most: all of a one-box room, the nearest of a larger one
@@ -42,9 +42,8 @@ class Sokoban(Game):
 
     def __init__(self, height=6, width=6, boxes=1, observation="both", min_moves=2, max_moves=10):
         super().__init__()
-        for key, value, low, high in (("height", height, 5, 10), ("width", width, 5, 10), ("boxes", boxes, 1, 3)):
-            if not (isinstance(value, int) and low <= value <= high):
-                raise ValueError(f"{key}: {value!r} is not possible in sokoban; valid: {low} to {high}")
+        check_whole("sokoban", 5, 10, height=height, width=width)
+        check_whole("sokoban", 1, 3, boxes=boxes)
         if observation not in ("grid", "coordinates", "both"):
             raise ValueError(f"observation: {observation!r}; valid: grid, coordinates, both")
         if not 1 <= min_moves <= max_moves:
@@ -53,17 +52,12 @@ class Sokoban(Game):
         self.observation, self.min_moves, self.max_moves = observation, min_moves, max_moves
         self._delta = {"Up": -width, "Down": width, "Left": -1, "Right": 1}
 
-    # -- gymnasium -----------------------------------------------------------------------------------------------------
-
     def _start(self, seed):
-        tries = 1
-        while not self._draw_room():  # a plan with no start of the wanted difficulty: draw another (rare)
-            if tries == MAX_TRIES:
-                raise ValueError(
-                    f"min_moves, max_moves: no {self.height}x{self.width} room with {self.boxes_wanted} boxes and a shortest "
-                    f"solution of {self.min_moves} to {self.max_moves} moves in {tries} tries; valid: a wider range"
-                )
-            tries += 1
+        if not any(self._draw_room() for _ in range(MAX_TRIES)):  # one plan is mostly enough
+            raise ValueError(
+                f"min_moves, max_moves: no {self.height}x{self.width} room with {self.boxes_wanted} boxes and a shortest "
+                f"solution of {self.min_moves} to {self.max_moves} moves in {MAX_TRIES} tries; valid: a wider range"
+            )
 
     def step(self, action):
         name = str(action).strip().capitalize()

@@ -49,8 +49,6 @@ class Sudoku(Game):
             "Reply <think>your reasoning</think><answer>2 1 4 || 3 2 1</answer>"
         )
 
-    # -- gymnasium -----------------------------------------------------------------------------------------------------
-
     def _start(self, seed):
         while not self._draw_puzzle():  # no cell can be taken any more, and there are still too many clues (rare)
             pass

@@ -7,17 +7,13 @@ ends the episode and pays the paper's reward, in [0, 1]:
 
 Success is r = 1. The product that the goal was made from always earns it; another one may, if it meets everything.
 
-Two things judge differently from WebShop's code. r_type compares the names without the words of the products' attributes, where
-WebShop takes the nouns that spaCy finds. And options are met by what was chosen for what was asked: there, a chosen value that
-nobody asked for can count when it is also in the product's title.
-
-Left out: pictures, reviews, and the page of attributes.
+Left out: pictures, reviews, the page of attributes, and spaCy (envs/README.md says what is judged differently from WebShop's code).
 """
 
 import math
 import re
 
-from nanoragen.envs.base import Game, held_out
+from nanoragen.envs.base import Game, check_whole, held_out
 from nanoragen.envs.retrieval import parse_action
 from nanoragen.envs.webshop_catalogue import Goal, Product, from_files, generated
 
@@ -46,15 +42,11 @@ class WebShop(Game):
 
     def __init__(self, products=1000, per_page=10, catalogue_seed=0, data=""):
         super().__init__()
-        for key, value, low, high in (("products", products, 10, 10_000), ("per_page", per_page, 1, 10)):
-            if not (isinstance(value, int) and low <= value <= high):
-                raise ValueError(f"{key}: {value!r} is not possible in webshop; valid: {low} to {high}")
-        if not (isinstance(catalogue_seed, int) and catalogue_seed >= 0):
-            raise ValueError(f"catalogue_seed: {catalogue_seed!r}; valid: a whole number, 0 or more")
+        check_whole("webshop", 10, 10_000, products=products)
+        check_whole("webshop", 1, 10, per_page=per_page)
+        check_whole("webshop", 0, catalogue_seed=catalogue_seed)
         self.per_page = per_page
         self.catalogue = from_files(str(data)) if data else generated(products, catalogue_seed)
-
-    # -- gymnasium -----------------------------------------------------------------------------------------------------
 
     def _start(self, seed):
         goals = self.catalogue.held_out if held_out(seed) else self.catalogue.goals
@@ -85,7 +77,8 @@ class WebShop(Game):
     def _parts(self) -> list[tuple[str, bool]]:
         """The page: its visible texts, and whether they can be clicked."""
         if self.page == "done":
-            return [(t, False) for t in ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", f"{self.earned:.2f}")]
+            texts = "Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", f"{self.earned:.2f}"
+            return [(t, False) for t in texts]
         top = [("Instruction:", False), (self.text, False)]
         if self.page == "search":
             return [("WebShop", False), *top, ("Search", False)]

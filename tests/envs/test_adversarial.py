@@ -4,7 +4,7 @@ Each is wrong or right by construction, never by asking the code under test. Wro
 spelling are; every reward is finite; none takes long; none writes a file, opens a socket, starts a process or runs as code.
 `pytest -s` prints the table that envs/README.md shows.
 
-Left out: purchases in webshop whose score lies between 0 and 1 (test_webshop.py has 6,000), and more ways to misuse the
+Left out: purchases in webshop whose score lies between 0 and 1 (test_webshop_reward.py has 6,000), and more ways to misuse the
 sandbox itself (test_sandbox.py).
 """
 

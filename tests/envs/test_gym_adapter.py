@@ -10,6 +10,7 @@ from nanoragen.envs.base import TextEnv
 from nanoragen.envs.gym_adapter import GymText
 from nanoragen.envs.registry import make
 from nanoragen.evaluate import evaluate
+from nanoragen.rollout.chat import find_placeholders, parse_reply
 from nanoragen.rollout.episodes import Sampling
 
 LAKE = {"is_slippery": False, "actions": "Left/Down/Right/Up"}
@@ -93,6 +94,8 @@ def test_text_spaces_and_success_by_info(registered):
     env = make("gym:TestDoor-v0")
     first = env.reset(seed=5)[0]
     assert first.startswith("room ") and env.reset(seed=5)[0] == first != env.reset(seed=6)[0]
+    placeholders = find_placeholders(env.instruction)  # an instruction copied word for word is no action
+    assert not parse_reply("so</think><answer>your action</answer>", placeholders).parsed
     assert env.step("push")[:3] == ("a wall", -1.0, False)
     assert not env.step("é" * 30)[4]["action_is_valid"]  # outside its space
     text, reward, terminated, _, info = env.step("knock")

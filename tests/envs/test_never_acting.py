@@ -70,6 +70,17 @@ def test_answering_without_acting_is_not_better_than_failing(name):
             assert max(failing(name, seed)) >= idle.reward - 1e-9
 
 
+@pytest.mark.parametrize("name", names())
+def test_an_invalid_action_in_the_last_turn_ends_the_episode_as_the_environment_says(name):
+    """Out of turns only where the environment is not over: in countdown any answer ends the game."""
+    over = episode(name, 0, answer("not an action"))
+    env = make(name)
+    env.reset(seed=0)
+    terminated = env.step("not an action")[2]
+    assert (over.terminated, over.truncated) == ((True, "") if terminated else (False, "turns"))
+    assert terminated == (name == "countdown") and not over.success
+
+
 def test_sokoban_costs_the_same_however_the_turns_are_left_unused():
     """Ten actions, five, or none that count: -1 from the steps in each case; sparing actions saves nothing."""
     costs = [episode("sokoban", 0, answer(*["wait"] * n)).reward for n in (1, 2)]

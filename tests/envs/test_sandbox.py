@@ -1,4 +1,4 @@
-"""The sandbox: what a program may do, what it may not, and that nothing of it is left (CASES E15 to E18)."""
+"""The sandbox: what a program may do, what it may not, and that nothing of it is left."""
 
 import os
 import resource
