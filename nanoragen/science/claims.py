@@ -110,8 +110,9 @@ def analyse(runs: list[dict]) -> dict:
         claim(text, n, *share, "% of runs", f"seen in {k} of {n}")
 
     clean = [r["buckets"] for r in runs if not r["intervention"].startswith("noise") and len(r["buckets"]) > 1]
-    task = [b[-1]["task"] - b[0]["task"] for b in clean]
-    lead = [b[-1]["task"] / b[-1]["entropy"] - b[0]["task"] / b[0]["entropy"] for b in clean if b[-1]["entropy"] and b[0]["entropy"]]
+    ends = [(b[-1], b[0]) for b in clean]
+    task = [top["task"] - low["task"] for top, low in ends]
+    lead = [a["task"] / a["entropy"] - b["task"] / b["entropy"] for a, b in ends if a["entropy"] > 0 and b["entropy"] > 0]
     for text, found in (
         ("the task gradient is larger where rewards vary most than where they vary least (norms)", task),
         ("so is its ratio to the entropy gradient, where there is one", lead),
@@ -169,11 +170,12 @@ def markdown(results: dict) -> str:
             [*kind, str(len(these)), f"{mean(success):.1%} ({min(success):.1%} to {max(success):.1%})",
              f"{of['mi_first']} → {of['mi']}", f"{of['entropy_first']} → {of['entropy']}", of["step_time"], of["kept"]]
         )  # fmt: skip
-    buckets = (
-        [str(n), f"{number(b['std_min'])} to {number(b['std_max'])}", *(number(b[k], 3) for k in ("task", "entropy", "kl")), number(b["snr"])]
-        for n, b in enumerate(results["buckets"])
-    )
-    parts = [claims, f"Template collapse that entropy does not see: {', '.join(results['collapsed']) or 'there was no such run'}.\n"]
+    buckets = []
+    for n, b in enumerate(results["buckets"]):
+        norms = [number(b[part], 3) for part in ("task", "entropy", "kl")]
+        buckets.append([str(n), f"{number(b['std_min'])} to {number(b['std_max'])}", *norms, number(b["snr"])])
+    lost = ", ".join(results["collapsed"]) or "there was no such run"
+    parts = [claims, f"Template collapse that entropy does not see: {lost}.\n"]
     if results["unfinished"]:
         parts.append(f"Not finished, and not in any figure: {', '.join(results['unfinished'])}.\n")
     head = "filter | intervention | seeds | success (range) | MI, first → final | H(Z\\|X), first → final | s a step | kept"
