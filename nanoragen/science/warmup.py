@@ -1,8 +1,8 @@
 """How the bundled model was made: `python -m nanoragen.warmup --out my-nano --steps 3000`.
 
 A small Llama decoder and its byte-level BPE, trained from nothing on noisy demonstrations of the bundled environments
-(demonstrations.py), which are generated as they are consumed and never repeat. Left out: web text. This model knows six games, not
-English.
+(demonstrations.py), which are generated as they are consumed and never repeat.
+Left out: web text. This model knows six games and no English.
 """
 
 import copy
@@ -146,7 +146,8 @@ class Stream:
 
 
 def backward(model, batch, pad_id: int) -> float:
-    """Accumulate the gradient of a batch, sorted by length, a few episodes at a time. Returns the cross-entropy of replies, nats a token.
+    """Accumulate the gradient of a batch that is sorted by length, a few episodes at a time. Returns the cross-entropy of the
+    replies, nats a token.
 
     The batch itself mixes all lengths: batches of similar lengths hold one game each, and then the short games are not learned.
     """
