@@ -149,7 +149,7 @@ def number(x, digits=2) -> str:
 
 def table(header: str, rows) -> str:
     """A table in Markdown. header: names with | between them; rows: lists of texts."""
-    lines = [header, "|".join(["---"] * (header.count(" | ") + 1)), *(" | ".join(row) for row in rows)]
+    lines = [header, " | ".join(["---"] * (header.count(" | ") + 1)), *(" | ".join(row) for row in rows)]
     return "".join(f"| {line} |\n" for line in lines)
 
 
