@@ -202,9 +202,9 @@ def figures(results: dict) -> dict:
             axes.legend(fontsize="small")
 
     kind = {r["name"]: r["intervention"].split("_")[0] for r in runs}
-    for key, label in (("mi", "MI (nats)"), ("entropy", "H(Z|X) (nats a token)")):
+    for key, label in (("mi", "I(X; Z), nats"), ("entropy", "H(Z|X), nats a token")):
         points = {k: [(r[key], r["success"]) for r in runs if kind[r["name"]] == k] for k in kind.values()}
-        draw(f"{key}.svg", f"Final {label} and success, one point a run", label, "held-out success", points)
+        draw(f"{key}.svg", f"Success and final {key}, one point a run", label, "held-out success", points)
     pairs = {k: [(b["success"], a["success"]) for a, b in paired(runs) if kind[a["name"]] == k] for k in kind.values()}
     draw("filter.svg", "Success with and without the filter", "no filter", "top-p 0.9", pairs, diagonal=True)
     norms = {part: [(n, b[part]) for n, b in enumerate(results["buckets"])] for part in ("task", "entropy", "kl")}

@@ -87,7 +87,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
 
 
 def start(folder: Path, arguments: list[str], command) -> subprocess.Popen:
-    """A training process of one thread that prints to output.txt of its folder. Ctrl-C does not reach it: its session is another."""
+    """A training process of one thread that prints to output.txt of its folder. Ctrl-C does not reach its session."""
     where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": where}
     folder.mkdir(parents=True, exist_ok=True)
