@@ -110,8 +110,9 @@ def analyse(runs: list[dict]) -> dict:
         claim(text, n, *share, "% of runs", f"seen in {k} of {n}")
 
     clean = [r["buckets"] for r in runs if not r["intervention"].startswith("noise") and len(r["buckets"]) > 1]
-    task = [b[-1]["task"] - b[0]["task"] for b in clean]
-    lead = [b[-1]["task"] / b[-1]["entropy"] - b[0]["task"] / b[0]["entropy"] for b in clean if b[-1]["entropy"] and b[0]["entropy"]]
+    ends = [(b[-1], b[0]) for b in clean]
+    task = [top["task"] - low["task"] for top, low in ends]
+    lead = [a["task"] / a["entropy"] - b["task"] / b["entropy"] for a, b in ends if a["entropy"] > 0 and b["entropy"] > 0]
     for text, found in (
         ("the task gradient is larger where rewards vary most than where they vary least (norms)", task),
         ("so is its ratio to the entropy gradient, where there is one", lead),
@@ -148,7 +149,7 @@ def number(x, digits=2) -> str:
 
 def table(header: str, rows) -> str:
     """A table in Markdown. header: names with | between them; rows: lists of texts."""
-    lines = [header, "|".join(["---"] * (header.count(" | ") + 1)), *(" | ".join(row) for row in rows)]
+    lines = [header, " | ".join(["---"] * (header.count(" | ") + 1)), *(" | ".join(row) for row in rows)]
     return "".join(f"| {line} |\n" for line in lines)
 
 
@@ -169,11 +170,12 @@ def markdown(results: dict) -> str:
             [*kind, str(len(these)), f"{mean(success):.1%} ({min(success):.1%} to {max(success):.1%})",
              f"{of['mi_first']} → {of['mi']}", f"{of['entropy_first']} → {of['entropy']}", of["step_time"], of["kept"]]
         )  # fmt: skip
-    buckets = (
-        [str(n), f"{number(b['std_min'])} to {number(b['std_max'])}", *(number(b[k], 3) for k in ("task", "entropy", "kl")), number(b["snr"])]
-        for n, b in enumerate(results["buckets"])
-    )
-    parts = [claims, f"Template collapse that entropy does not see: {', '.join(results['collapsed']) or 'there was no such run'}.\n"]
+    buckets = []
+    for n, b in enumerate(results["buckets"]):
+        norms = [number(b[part], 3) for part in ("task", "entropy", "kl")]
+        buckets.append([str(n), f"{number(b['std_min'])} to {number(b['std_max'])}", *norms, number(b["snr"])])
+    lost = ", ".join(results["collapsed"]) or "there was no such run"
+    parts = [claims, f"Template collapse that entropy does not see: {lost}.\n"]
     if results["unfinished"]:
         parts.append(f"Not finished, and not in any figure: {', '.join(results['unfinished'])}.\n")
     head = "filter | intervention | seeds | success (range) | MI, first → final | H(Z\\|X), first → final | s a step | kept"
@@ -200,9 +202,9 @@ def figures(results: dict) -> dict:
             axes.legend(fontsize="small")
 
     kind = {r["name"]: r["intervention"].split("_")[0] for r in runs}
-    for key, label in (("mi", "MI (nats)"), ("entropy", "H(Z|X) (nats a token)")):
+    for key, label in (("mi", "I(X; Z), nats"), ("entropy", "H(Z|X), nats a token")):
         points = {k: [(r[key], r["success"]) for r in runs if kind[r["name"]] == k] for k in kind.values()}
-        draw(f"{key}.svg", f"Final {label} and success, one point a run", label, "held-out success", points)
+        draw(f"{key}.svg", f"Success and final {key}, one point a run", label, "held-out success", points)
     pairs = {k: [(b["success"], a["success"]) for a, b in paired(runs) if kind[a["name"]] == k] for k in kind.values()}
     draw("filter.svg", "Success with and without the filter", "no filter", "top-p 0.9", pairs, diagonal=True)
     norms = {part: [(n, b[part]) for n, b in enumerate(results["buckets"])] for part in ("task", "entropy", "kl")}

@@ -1,14 +1,15 @@
 """Noisy demonstrations of the bundled games, with their reasoning in words: what the bundled model was trained on (warmup.py).
 
-What reinforcement learning needs from such a start, and where it comes from:
+Reinforcement learning needs three things from such a start:
 
-- **Room to improve, and variance inside a group.** A demonstrator has a solver, but it errs: with `plan_noise` a turn's
-  plan is random, with `hand_noise` the plan is right and the answer is not. So the model knows more than it plays.
-- **Reasoning that depends on the input.** It is generated from the state ("the box is 1 down 2 left of me"), relating
-  things rather than copying coordinates, which is also what a small model can act on.
-- **Reasoning with entropy.** Every sentence has many phrasings, or H(Z|X) would start at 0 and could not be seen to move.
+- **Room to improve, and variance inside a group.** Demonstrators know good moves and err: at the rate PLAN_NOISE a turn's plan is
+  random, at the rate HAND_NOISE the plan is good and the answer is random. So the model knows more than it plays.
+- **Reasoning that depends on the input.** It is made from the state ("the box is 1 down 2 left of me"), and in relative positions,
+  which a small model can act on.
+- **Reasoning with entropy.** Every sentence has many phrasings. With one, H(Z|X) would start at 0.
 
-Left out: demonstrations that mend their own mistakes in the same reply.
+The bundled model was made from exactly these sentences and this order of random draws.
+Left out: demonstrations that correct their own mistakes in the same reply.
 """
 
 import copy
@@ -21,11 +22,11 @@ from nanoragen.envs.countdown import join
 from nanoragen.envs.registry import make
 from nanoragen.envs.sudoku import PLACES
 
-# how often a demonstrator errs: measured so that it wins 51 to 79% of its episodes
+# Chosen so that demonstrators win 51 to 79% of their episodes.
 PLAN_NOISE = {"sokoban": 0.10, "frozen_lake": 0.15, "bandit": 0.15, "countdown": 0.15, "sudoku": 0.15, "webshop": 0.08}
 HAND_NOISE = {"sokoban": 0.45, "frozen_lake": 0.50, "bandit": 0.40, "countdown": 0.30, "sudoku": 0.30, "webshop": 0.12}
 OPTIONS = {"webshop": {"products": 100, "per_page": 3}}  # a small shop
-SHOPS = range(1, 41)  # many shops: what one sells is no use to learn, so the model must read. Number 0 is the one to be played
+SHOPS = range(1, 41)  # catalogue seeds: with many of them the model has to read, not remember. The game itself has seed 0
 
 
 def say(rng, text: str) -> str:
@@ -41,22 +42,15 @@ def offset(rows: int, columns: int) -> str:
 
 
 def think_sokoban(env, plan, rng) -> str:
-    def rows_columns(cell):
+    def place(cell):
         return np.array(divmod(cell, env.width))
 
-    here = rows_columns(env.player)
-    loose = sorted(env.boxes - env.targets) or sorted(env.boxes)
-    box = min(loose, key=lambda b: abs(rows_columns(b) - here).sum())
-    goals = sorted(env.targets - env.boxes) or sorted(env.targets)
-    target = min(goals, key=lambda t: abs(rows_columns(t) - rows_columns(box)).sum())
-    return (
-        say(rng, f"{{the box|box|my box}} {{is|lies|sits}} {offset(*rows_columns(box) - here)}{{,|;|.}} ")
-        + say(
-            rng,
-            f"{{the target|target|its target|goal}} {{is|lies|sits}} {offset(*rows_columns(target) - here)}{{,|;|.}} ",
-        )
-        + go(plan, rng)
-    )
+    me = place(env.player)
+    box = min(sorted(env.boxes - env.targets) or sorted(env.boxes), key=lambda b: abs(place(b) - me).sum())
+    target = min(sorted(env.targets - env.boxes) or sorted(env.targets), key=lambda t: abs(place(t) - place(box)).sum())
+    seen = f"{{the box|box|my box}} {{is|lies|sits}} {offset(*place(box) - me)}{{,|;|.}} "
+    seen += f"{{the target|target|its target|goal}} {{is|lies|sits}} {offset(*place(target) - me)}{{,|;|.}} "
+    return say(rng, seen) + go(plan, rng)
 
 
 def think_frozen_lake(env, plan, rng) -> str:
@@ -69,16 +63,10 @@ def think_frozen_lake(env, plan, rng) -> str:
 
 def think_bandit(env, plan, rng) -> str:
     best, other = env.better.lower(), next(a for a in env.actions if a != env.better).lower()
-    claim = rng.choice(
-        [
-            f"{best} {{is worth more|is finer|is better|is richer}} than {other}",
-            f"{other} {{is poorer|is worse|is cheaper}} than {best}",
-        ]
-    )
-    return say(
-        rng,
-        f"{{I think|it seems|surely|clearly}} {claim}{{,|;|.}} {{so|then|now|hence}} {{I pull|pull|I take|take}} {plan[0].lower()}",
-    )
+    finer, poorer = "{is worth more|is finer|is better|is richer}", "{is poorer|is worse|is cheaper}"
+    claim = rng.choice([f"{best} {finer} than {other}", f"{other} {poorer} than {best}"])
+    start, end = "{I think|it seems|surely|clearly}", "{so|then|now|hence} {I pull|pull|I take|take}"
+    return say(rng, f"{start} {claim}{{,|;|.}} {end} {plan[0].lower()}")
 
 
 def think_sudoku(env, plan, rng) -> str:
@@ -86,11 +74,9 @@ def think_sudoku(env, plan, rng) -> str:
     env, thoughts = copy.copy(env), []
     for action in plan:
         row, column, digit = map(int, action.split())
-        mine = PLACES[env.size][(row - 1) * env.size + column - 1]
-        seen = [
-            " ".join(str(d) for d, places in zip(env.cells, PLACES[env.size]) if d and places[unit] == mine[unit])
-            for unit in range(3)
-        ]
+        places = PLACES[env.size]
+        mine = places[(row - 1) * env.size + column - 1]
+        seen = [" ".join(str(d) for d, its in zip(env.cells, places) if d and its[unit] == mine[unit]) for unit in range(3)]
         end = f"{{so|then|hence}} {digit}" if digit else "{so clear|wrong|must go}"
         thoughts.append(say(rng, f"{{|at |cell }}{row} {column}: row {seen[0]}, column {seen[1]}, box {seen[2]}, {end}"))
         env.step(action)
@@ -120,7 +106,7 @@ def think_webshop(env, plan, rng) -> str:
 
 
 def think_countdown(env, plan, rng) -> str:
-    """The plan worked out from the inside: "I need 19; 8 + 6 is 14, 5 + 14 is 19, right"."""
+    """The plan evaluated from its innermost brackets: "I need 19; 8 + 6 is 14, 5 + 14 is 19, right"."""
     text, steps = f"({plan[0]})", []
     while text.startswith("("):
         inner = re.search(r"\(([^()]+)\)", text)
@@ -129,10 +115,8 @@ def think_countdown(env, plan, rng) -> str:
         steps.append(say(rng, f"{inner[1]} {{is|gives|makes}} {value}"))
         text = text.replace(inner[0], str(value), 1)
     verdict = "{right|good|that is it|done}" if value == env.target else "{not it|wrong|no|off}"
-    return say(
-        rng,
-        f"{{I need|need|target|the target is}} {env.target}{{,|;|.}} {{try|take|use|say}} {', '.join(steps)}{{,|;|.}} {verdict}",
-    )
+    need = f"{{I need|need|target|the target is}} {env.target}{{,|;|.}} {{try|take|use|say}}"
+    return say(rng, f"{need} {', '.join(steps)}{{,|;|.}} {verdict}")
 
 
 def go(plan, rng) -> str:
@@ -141,30 +125,21 @@ def go(plan, rng) -> str:
 
 
 THINK = {
-    "sokoban": think_sokoban,
-    "frozen_lake": think_frozen_lake,
-    "bandit": think_bandit,
-    "countdown": think_countdown,
-    "sudoku": think_sudoku,
-    "webshop": think_webshop,
-}
+    "sokoban": think_sokoban, "frozen_lake": think_frozen_lake, "bandit": think_bandit,
+    "countdown": think_countdown, "sudoku": think_sudoku, "webshop": think_webshop,
+}  # fmt: skip
 
 
-def demonstration(name: str, env, seed: int, rng, plan_noise=None, hand_noise=None):
-    """One noisy episode.
-
-    Returns (turns, success): turns = [(observation, reply)], reply = "reasoning</think><answer>a || b</answer>".
-    """
-    plan_noise = PLAN_NOISE[name] if plan_noise is None else plan_noise
-    hand_noise = HAND_NOISE[name] if hand_noise is None else hand_noise
+def demonstration(name: str, env, seed: int, rng):
+    """One noisy episode: (turns, success), turns = [(observation, reply)], reply = "reasoning</think><answer>a || b</answer>"."""
     observation, _ = env.reset(seed=seed)
     turns, success = [], False
     for _ in range(env.max_turns):
         plan = good_plan(env, rng)
-        if not plan or rng.random() < plan_noise:
+        if not plan or rng.random() < PLAN_NOISE[name]:
             plan = random_plan(env, rng)
         reasoning = THINK[name](env, plan, rng)
-        actions = random_plan(env, rng) if rng.random() < hand_noise else plan
+        actions = random_plan(env, rng) if rng.random() < HAND_NOISE[name] else plan
         turns.append((observation, f"{reasoning}</think><answer>{' || '.join(actions)}</answer>"))
         for action in actions:
             observation, _, terminated, truncated, info = env.step(action)
@@ -175,13 +150,13 @@ def demonstration(name: str, env, seed: int, rng, plan_noise=None, hand_noise=No
 
 
 def games(name: str) -> list:
-    """What is learned from: environments that demonstrations are drawn of evenly."""
+    """The environments of that name, of which demonstrations are drawn evenly."""
     options = OPTIONS.get(name, {})
     return [make(name, catalogue_seed=shop, **options) for shop in SHOPS] if name == "webshop" else [make(name, **options)]
 
 
 def random_plan(env, rng) -> list[str]:
-    """What a demonstrator answers that does not think: any actions."""
+    """Any valid actions."""
     count = rng.integers(1, env.max_actions_per_turn + 1)
     return [env.random_action(rng) for _ in range(count)]
 

@@ -5,7 +5,7 @@
     python -m nanoragen.reproduce --quick          # again after Ctrl-C or a crash: goes on where it stopped
 
 A grid of runs: {no filter, top-p 0.9} x {plain, KL, entropy bonus, reward noise, each of several strengths} x seeds. Each is a
-`train.py` process of one thread; their logs are all that is analysed (claims.py). Writes results.json, results.md and figures (SVG).
+`train.py` process of one thread; their logs are all that is analysed (claims.py). Writes results.json, results.md and SVG figures.
 Left out: several machines, and another model than the bundled one.
 """
 
@@ -87,7 +87,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
 
 
 def start(folder: Path, arguments: list[str], command) -> subprocess.Popen:
-    """A training process of one thread, in a session of its own: Ctrl-C does not reach it. It prints to output.txt in its folder."""
+    """A training process of one thread that prints to output.txt of its folder. Ctrl-C does not reach its session."""
     where = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": where}
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def t_interval(values) -> tuple[float, float, float]:
 
 
 def verdict(low: float, high: float, n: int) -> str:
-    """Of a claim that something is above 0, from its 95% interval of n rows. NaN bounds of enough rows: a correlation with a constant."""
+    """Of a claim that something is above 0, from its 95% interval of n rows. Of enough rows, NaN bounds mean a constant column."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "undecided (too few runs)" if n < ENOUGH else "not defined: one of them does not vary"
     return "reproduced" if low > 0 else "not reproduced" if high < 0 else "undecided (interval contains 0)"

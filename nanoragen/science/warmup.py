@@ -1,21 +1,22 @@
-"""How the bundled model was made, runnable: `python -m nanoragen.warmup --out my-nano --steps 3000`.
+"""How the bundled model was made: `python -m nanoragen.warmup --out my-nano --steps 3000`.
 
-A tiny Llama decoder and its byte-level BPE, trained from nothing on noisy demonstrations of the bundled environments
-(demonstrations.py).
-
-Data is generated as it is consumed and never repeats: no epochs, no files. Left out on purpose: web text. This model knows
-six games, not English.
+A small Llama decoder and its byte-level BPE, trained from nothing on noisy demonstrations of the bundled environments
+(demonstrations.py), which are generated as they are consumed and never repeat.
+Left out: web text. This model knows six games and no English.
 """
 
-import argparse
 import copy
 import json
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from nanoragen.envs.base import WARMUP_SEEDS
+from nanoragen.policy.loading import load
+from nanoragen.rollout.chat import Chat
 from nanoragen.run import cli
 from nanoragen.science.demonstrations import demonstration, games
 
@@ -34,6 +35,22 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]  # one token each, but p
 PIECES = r"\n| ?[0-9]| ?[A-Z](?![a-z])| ?[A-Z]?[a-z]+| ?[^\sA-Za-z0-9]|\s+"
 
 
+@dataclass
+class Config:
+    out: str = field(default="", metadata={"help": "folder of the new model"})
+    resume: str = field(default="", metadata={"help": "go on from this model folder, with a vocabulary of today's games"})
+    shares: str = field(default="", metadata={"help": "of the games, as in webshop=1.5,bandit=0.2; others keep theirs"})
+    steps: int = 4000
+    tokens: int = field(default=6144, metadata={"help": "of a batch"})
+    lr: float = 3e-3
+    hidden: int = field(default=128, metadata={"help": "width of the model, a multiple of 64"})
+    layers: int = 6
+    vocab: int = field(default=1280, metadata={"help": "tokens of the vocabulary"})
+    seed: int = 0
+    threads: int = 2
+    save_every: int = 500
+
+
 # -- tokenizer and model -----------------------------------------------------------------------------------------------
 
 
@@ -43,12 +60,8 @@ def train_tokenizer(texts, vocab_size: int):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"), bytes_of_pieces])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(TAGS), special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -65,36 +78,23 @@ def train_tokenizer(texts, vocab_size: int):
 def new_model(tokenizer, hidden: int, layers: int):
     """A Llama decoder with attention biases, of about 12 * layers * hidden^2 parameters.
 
-    Llama, because there AutoTokenizer reads tokenizer.json as it is. For model_type qwen2 it puts Qwen2's own splitting
-    rule in its place (transformers 5.24), so " 1" is two tokens after loading and one in training, without a word.
+    Llama, because AutoTokenizer then reads tokenizer.json as it is. For model_type qwen2 it uses Qwen2's own splitting rule instead
+    (transformers 5.24), and " 1" is one token in training and two after loading.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 32,
-            num_key_value_heads=hidden // 64,
-            attention_bias=True,
-            max_position_embeddings=2048,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            tie_word_embeddings=True,
-            initializer_range=0.02,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, attention_bias=True, max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=True, initializer_range=0.02,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def new_vocabulary(model, old, new):
     """Give a model (input and output embeddings tied) another vocabulary, in place: a token that both have keeps its row,
     another begins as the mean of the rows of its pieces."""
-    import torch
-
     rows, known = model.get_input_embeddings().weight.data.clone(), old.get_vocab()
     model.resize_token_embeddings(len(new), mean_resizing=False)
     model.config.eos_token_id, model.config.pad_token_id = new.eos_token_id, new.pad_token_id
@@ -146,10 +146,10 @@ class Stream:
 
 
 def backward(model, batch, pad_id: int) -> float:
-    """Accumulate the gradient of a batch, a few episodes of like length at a time: little padding, and yet one loss.
+    """Accumulate the gradient of a batch that is sorted by length, a few episodes at a time. Returns the cross-entropy of the
+    replies, nats a token.
 
-    (Batches that were themselves of like length held one game each. The short games shared one in fifteen, and were
-    not learned.) Returns the cross-entropy of the replies, nats a token.
+    The batch itself mixes all lengths: batches of similar lengths hold one game each, and then the short games are not learned.
     """
     total = sum(sum(w) for _, w in batch)
     replies, nats, start = 0, 0.0, 0
@@ -165,8 +165,6 @@ def backward(model, batch, pad_id: int) -> float:
 
 def loss_fn(model, batch, pad_id: int):
     """Weighted next-token cross-entropy of (ids, weights), summed; how many reply tokens, and their plain sum."""
-    import torch
-
     width = max(len(ids) for ids, _ in batch)
     ids = torch.tensor([i + [pad_id] * (width - len(i)) for i, _ in batch])
     weights = torch.tensor([w + [0.0] * (width - len(w)) for _, w in batch])
@@ -178,40 +176,55 @@ def loss_fn(model, batch, pad_id: int):
     return (nll * weights).sum(), int(replies.sum()), nll.detach()[replies].sum().item()
 
 
-def train(args):
-    import torch
+def check(c: Config):
+    """ValueError "setting: value; valid: ..." for what cannot work."""
+    if not c.out:
+        raise ValueError("out: is not given; valid: the folder of the new model")
+    for name in ("steps", "tokens", "layers", "threads", "save_every"):
+        if getattr(c, name) < 1:
+            raise ValueError(f"{name}: {getattr(c, name)}; valid: 1 or more")
+    for name, fits, valid in (
+        ("lr", 0 < c.lr < 1, "above 0, below 1"),
+        ("seed", c.seed >= 0, "0 or more"),
+        ("hidden", c.hidden >= 64 and c.hidden % 64 == 0, "a multiple of 64"),
+        ("vocab", c.vocab >= 256 + len(SPECIAL + TAGS), f"{256 + len(SPECIAL + TAGS)} or more: every byte and tag"),
+    ):
+        if not fits:
+            raise ValueError(f"{name}: {getattr(c, name)}; valid: {valid}")
+    for name, share in cli.options(c.shares).items():
+        if name not in MIXTURE or isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1e6:
+            raise ValueError(f"shares: {name}={share}; valid: {', '.join(MIXTURE)}, each a number above 0")
 
-    from nanoragen.rollout.chat import Chat
 
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
-    words = Stream(args.seed)  # the vocabulary is that of all games, also where some are trained on more
+def train(c: Config):
+    """Trains the model that the settings describe and saves it in c.out, with the settings in warmup.json."""
+    torch.manual_seed(c.seed)
+    torch.set_num_threads(c.threads)
+    words = Stream(c.seed)  # the vocabulary is that of all games, also where some are trained on more
     texts = (f"{i}\n{o}\n{r}" for i, turns in (words.episode() for _ in range(3000)) for o, r in turns)
-    tokenizer = train_tokenizer(texts, args.vocab)
-    if args.resume:
-        from nanoragen.policy.loading import load
-
-        model, old = load(args.resume)
+    tokenizer = train_tokenizer(texts, c.vocab)
+    if c.resume:
+        model, old = load(c.resume)
         new_vocabulary(model, old, tokenizer)
     else:
-        model = new_model(tokenizer, args.hidden, args.layers)
+        model = new_model(tokenizer, c.hidden, c.layers)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, vocabulary {len(tokenizer)}", flush=True)
-    stream = Stream(args.seed + 1, MIXTURE | cli.options(args.shares))
+    stream = Stream(c.seed + 1, MIXTURE | cli.options(c.shares))
     # Muon for the matrices of the blocks (about half the steps of AdamW here), AdamW for the rest.
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=c.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=c.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    chat, out, start = Chat(tokenizer), Path(args.out), time.time()
-    batches, seen, smooth = stream.batches(chat, args.tokens), 0, None
-    for step in range(1, args.steps + 1):
+    chat, out, start = Chat(tokenizer), Path(c.out), time.time()
+    batches, seen, smooth = stream.batches(chat, c.tokens), 0, None
+    for step in range(1, c.steps + 1):
         # linear warm-up, flat, then linear decay over the last 40%
-        scale = min(step / 50, 1.0, max(0.02, (args.steps - step) / (0.4 * args.steps)))
+        scale = min(step / 50, 1.0, max(0.02, (c.steps - step) / (0.4 * c.steps)))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * scale
+                group["lr"] = c.lr * scale
         batch = next(batches)
         reply_nll = backward(model, batch, tokenizer.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -222,20 +235,15 @@ def train(args):
         smooth = reply_nll if smooth is None else 0.98 * smooth + 0.02 * reply_nll
         if step % 50 == 0:
             speed = seen / (time.time() - start)
-            print(
-                f"step {step} reply nll {smooth:.4f} nats/token, {seen / 1e6:.1f}M tokens, {speed:.0f} tokens/s",
-                flush=True,
-            )
-        if step % args.save_every == 0 or step == args.steps:
+            print(f"step {step} reply nll {smooth:.4f} nats/token, {seen / 1e6:.1f}M tokens, {speed:.0f} tokens/s", flush=True)
+        if step % c.save_every == 0 or step == c.steps:
             save(model, tokenizer, out)
-            how = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "threads", "save_every")}
+            how = {k: v for k, v in asdict(c).items() if k not in ("out", "resume", "threads", "save_every")}
             (out / "warmup.json").write_text(json.dumps({**how, "steps_done": step, "tokens_seen": seen}, indent=1) + "\n")
 
 
 def save(model, tokenizer, folder: Path):
     """A Hugging Face folder with bf16 weights: half the size, and loaded back as fp32."""
-    import torch
-
     half = copy.deepcopy(model).to(torch.bfloat16)
     half.generation_config.eos_token_id = tokenizer.eos_token_id
     half.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -243,26 +251,11 @@ def save(model, tokenizer, folder: Path):
     tokenizer.save_pretrained(folder)
 
 
+@cli.quiet_when_unread
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m nanoragen.warmup", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", required=True, help="folder of the new model")
-    parser.add_argument("--resume", help="go on from this model folder, with a vocabulary of today's games")
-    parser.add_argument("--shares", default="", help="of the games, as in webshop=1.5,bandit=0.2; others keep theirs")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--tokens", type=int, default=6144, help="tokens of a batch")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab", type=int, default=1280)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save_every", type=int, default=500)
-    args = parser.parse_args(argv)
+    c = cli.parse(Config, argv, "nanoragen.warmup", __doc__.split("\n\n")[0])
     try:
-        shares = cli.options(args.shares)
+        check(c)
     except ValueError as e:
-        parser.error(str(e).replace("env_options", "shares"))
-    for name, share in shares.items():
-        if name not in MIXTURE or not isinstance(share, (int, float)) or not 0 < share < 1e6:
-            parser.error(f"shares: {name}={share}; valid: {', '.join(MIXTURE)}, each a number above 0")
-    train(args)
+        cli.fail("nanoragen.warmup", str(e).replace("env_options", "shares"))
+    train(c)

@@ -61,5 +61,18 @@ def test_a_new_vocabulary_keeps_the_rows_of_known_tokens_and_begins_the_others_f
     assert out.shape[-1] == len(new)
 
 
+@pytest.mark.parametrize(
+    "flags, line",
+    [([], "out: is not given; valid: the folder of the new model"), (["--steps", "0"], "steps: 0; valid: 1 or more"),
+     (["--hidden", "100"], "hidden: 100; valid: a multiple of 64"), (["--lr", "nan"], "lr: nan; valid: above 0, below 1"),
+     (["--shares", "chess=1"], f"shares: chess=1; valid: {', '.join(warmup.MIXTURE)}, each a number above 0"),
+     (["--shares", "bandit"], "shares: 'bandit' is not key=value; valid: key=value,key=value")],
+)  # fmt: skip
+def test_bad_settings_are_one_line(flags, line, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        warmup.main(["--out", "never-written", *flags] if flags else [])
+    assert stopped.value.code == 2 and capsys.readouterr().err == f"nanoragen.warmup: error: {line}\n"
+
+
 def test_small_enough_to_ship():
     assert sum(file.stat().st_size for file in FOLDER.rglob("*")) <= 8_000_000
