@@ -79,7 +79,7 @@ def test_flags_of_the_commands_exist(page, flags):
 
 def test_flags_that_are_named_exist(flags):
     """`--flag` between backticks, whatever program it is of; torchrun's, pip's and the report's own are listed."""
-    others = {"--nproc_per_node", "--picture", "--help", "--shutdown"}
+    others = {"--nproc_per_node", "--picture", "--quick", "--help", "--shutdown"}
     named = {flag for page in PAGES for flag in re.findall(r"`(--[a-z_]+)", blocks(read(page))[1])}
     assert len(named) > 20 and named - others <= flags["train.py"] | flags["eval.py"]
 

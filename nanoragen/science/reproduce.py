@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanoragen.run import checkpoint, cli, metrics
+from nanoragen.run import checkpoint, cli, log, metrics, records
 from nanoragen.science.claims import analyse, figures, markdown, summary
 
 ROOT = Path(metrics.__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def read(folder: Path) -> list[dict]:
     """The whole lines of a run's metrics.jsonl; a run that is being written may end in half a line."""
     path = folder / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [found for found in map(metrics.whole_record, lines) if found]
+    return [found for found in map(records.whole_record, lines) if found]
 
 
 def finished(lines, settings) -> bool:
@@ -81,7 +81,7 @@ def arguments(folder: Path, settings: dict) -> list[str] | None:
             return None
         if checkpoint.newest(folder):
             return ["--resume", str(folder)]
-        for name in metrics.FILES:  # of a run that never saved
+        for name in records.FILES:  # of a run that never saved
             (folder / name).unlink(missing_ok=True)
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))] + ["--out", str(folder)]
 
@@ -150,7 +150,7 @@ def report(runs: dict, out: Path, failed: list[str]):
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nanoragen"}):  # the same numbers, the same files
         for name, figure in drawn.items():
             figure.savefig(out / name, metadata={"Date": None})
-    (out / "results.json").write_text(json.dumps(json.loads(metrics.dumps(results)), indent=1) + "\n")
+    (out / "results.json").write_text(json.dumps(json.loads(log.dumps(results)), indent=1) + "\n")
     (out / "results.md").write_text(text + "\n" + " ".join(f"![{name}]({name})" for name in drawn) + "\n")
     print(f"\n{text}\n{out / 'results.md'}")
 
