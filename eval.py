@@ -100,6 +100,7 @@ def readable(episode) -> str:
     lines += [f"[system] {episode.instruction}"]
     for n, turn in enumerate(episode.turns, 1):
         did = ", ".join(turn.actions) if turn.parsed else "nothing, the reply does not parse"
+        did += f" ({turn.invalid} invalid)" if turn.invalid else ""
         lines += [f"[turn {n}]", turn.observation, f"  <think>{turn.reply}", f"  did {did}; reward {turn.reward:.2f}"]
     return "\n".join(lines)
 

@@ -95,7 +95,7 @@ def test_a_run_is_never_overwritten(run):
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")
-def test_kernels_and_twins_train_alike(tmp_path):
+def test_kernels_and_references_train_alike(tmp_path):
     """One step through Triton's interpreter and one through the twins: the same loss, advantages, MI and gradient norm."""
     found = {}
     for flag in ("1", "0"):

@@ -65,7 +65,7 @@ CHARTS = {
                     (("completions/mean_length", "sampled in an episode", "-"), ("completions/max_length", "longest reply", "--"))),
     "parse": Chart("Replies", "Replies that parse", "%", "near 100%.", (("rollout/parse_rate", "parse", "-"),
                    ("completions/clipped_ratio", "cut at --max_tokens", "--"))),
-    "time": Chart("Time", "Where the time goes", "seconds a step", "rollouts take most of it, the diagnosis under 10%.",
+    "seconds": Chart("Time", "Where the time goes", "seconds a step", "rollouts take most of it, the diagnosis under 10%.",
                   (("step_time", "whole step without evaluation", "--"),)),
 }  # fmt: skip
 SECTIONS = tuple(dict.fromkeys(c.section for c in CHARTS.values()))
@@ -105,7 +105,7 @@ def lines_of(key, views) -> list[list[dict]]:
     out = []
     for n, v in enumerate(views):
         parts, found = CHARTS[key].lines, []
-        if key == "time" and len(views) == 1:
+        if key == "seconds" and len(views) == 1:
             parts = (*((k, visible(k.split("/", 1)[1]), "-") for k in v.keys if k.startswith("time/")), *parts)
         for metric, label, style in parts:
             x, y, half = by_bucket(v, metric) if key == "gradients" else points(v, name_of(metric, v))
@@ -130,7 +130,7 @@ def sentence(key, view, lines) -> str:
         return f"Held out: {spoken(first)}{f' at first, {spoken(last)} at last' if len(view.evaluations) > 1 else ', measured once'}."
     words = percent if CHARTS[key].unit == "%" else short
     y = [v for v in lines[0]["y"] if v is not None]
-    if key == "time" and (total := sum(view.run.values("step_time"))):
+    if key == "seconds" and (total := sum(view.run.values("step_time"))):
         shares = [f"{visible(k.split('/', 1)[1])} {sum(view.run.values(k)) / total:.0%}" for k in view.keys if k.startswith("time/")]
         return f"A step takes {short(total / len(view.run.values('step_time')))} s on average: {', '.join(shares)}."
     if key == "gradients":

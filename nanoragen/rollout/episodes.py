@@ -46,6 +46,7 @@ class Turn:
     reward: float = 0.0
     advantage: float | None = None  # mean over its tokens, where it was trained on
     cut: bool = False  # the reply was as long as max_tokens allows, and had not ended
+    invalid: int = 0  # executed actions that the environment calls invalid
 
 
 @dataclass
@@ -272,6 +273,7 @@ class EpisodeRunner:
         if not isinstance(reward, numbers.Real) or not abs(reward) < MAX_REWARD:  # NaN compares false
             raise ValueError(f"env: {self.name} returned the reward {reward!r}; valid: a finite number, below {MAX_REWARD:g}")
         turn.actions.append(action)
+        turn.invalid += not info.get("action_is_valid", True)
         turn.reward += float(reward)
         self.episode.success = bool(info.get("success", False))
         self.episode.terminated = bool(terminated)

@@ -43,7 +43,7 @@ class PlaySettings:
     """What train.py and eval.py share: who plays what, and how."""
 
     flag = section("common")
-    env: str = flag("sokoban", "environment: sokoban, frozen_lake, bandit, countdown, ... (envs/README.md)", "env_configs.tags")
+    env: str = flag("sokoban", "environment: sokoban, bandit, ... (envs/README.md), file.py:Class, module:Class, gym:ID", "env_configs.tags")
     model: str = flag("nano", "nano (bundled), a checkpoint or other folder, a hub id, or a .gguf file", "model_path")
     seed: int = flag(0, "of everything random", "seed", most=2**63 - 1, valid="0 or more, below 2^63")
     flag = section("environment")
@@ -191,15 +191,15 @@ def env_options(c) -> dict:
 
     ValueError where the environment takes no such thing, or it is given both ways.
     """
-    from nanoragen.envs.registry import takers
+    from nanoragen.envs.registry import options_of, takers
 
     options = cli.options(c.env_options)
     for key in ("data", "allow_code_execution"):
         value = getattr(c, key)
         if not value:
             continue
-        if c.env not in (names := takers(key)):
-            raise ValueError(f"{key}: {c.env} takes none; valid: with --env {' or '.join(names)}")
+        if c.env.startswith("gym:") or key not in options_of(c.env):
+            raise ValueError(f"{key}: {c.env} takes none; valid: with --env {' or '.join(takers(key))}")
         if key in options:
             raise ValueError(f"{key}: is given twice, as --{key} and in --env_options; valid: one of them")
         options[key] = value

@@ -7,8 +7,11 @@ import re
 
 import pytest
 
+from nanoragen.report import charts
 from nanoragen.report import page as report
+from nanoragen.report.episodes import chosen
 from nanoragen.report.runs import Run
+from nanoragen.report.verdict import View
 
 S = "collapse_first_turn_sample/"
 NASTY = "</script><img src=x onerror=alert(1)><!-- &lt;b&gt; \u202eevil\u202c \U0001f680 \ud83d \x00 {data} $& \u2028"
@@ -75,8 +78,14 @@ def page_of(*folders) -> str:
     return report.page([Run(f).read() for f in folders])
 
 
-def data_of(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+def drawn(folder, key) -> list[dict]:
+    """The lines of a chart of one run."""
+    return charts.lines_of(key, [View(Run(folder).read())])[0]
+
+
+def episodes_of(folder) -> list[dict]:
+    """The episodes of the page of one run."""
+    return chosen(Run(folder).read())
 
 
 def words(page: str) -> str:

@@ -1,6 +1,6 @@
 """The report: its numbers are the log's, nothing of a run is markup, broken logs are a sentence, long runs make a small page.
 
-Left out: the verdict (test_report_verdict.py), and what a browser makes of it (test_report_looks.py).
+Left out: the verdict (test_page_verdict.py), and what a browser makes of it (test_page_looks.py).
 """
 
 import base64
@@ -9,18 +9,25 @@ import html
 import json
 import math
 import re
+import subprocess
+import sys
 import warnings
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import report_runs
 from helpers import byte_tokenizer, encode
-from report_runs import NASTY, S, data_of, lines, metrics_line, nasty_run, page_of, rollout_line, words
+from report_runs import NASTY, S, drawn, episodes_of, lines, metrics_line, nasty_run, page_of, rollout_line, words
 
 from nanoragen.report import charts
 from nanoragen.report import page as report
+from nanoragen.report.episodes import MAX_STEPS
 from nanoragen.report.runs import Run, spread, visible
+from nanoragen.report.verdict import View
+
+ROOT = Path(__file__).resolve().parents[3]
 
 make = report_runs.make  # the fixture
 
@@ -29,43 +36,31 @@ make = report_runs.make  # the fixture
 
 
 def test_the_numbers_are_the_logs(make):
-    folder = make(change=lambda s: {"grad_norm/q2/task": 0.5 * s, "grad_norm/q10/task": 1.0, "grad_norm/q2/kl": 0.25})
-    page = page_of(folder)
-    drawn = data_of(page)["charts"]
+    folder = make(change=lambda s: {"grad_norm/2/task": 0.5 * s, "grad_norm/10/task": 1.0, "grad_norm/2/kl": 0.25})
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     def check(chart, index, key):
-        series = drawn[chart]["series"][index]
-        assert series["x"] == [m["step"] for m in log] and series["y"] == pytest.approx([m[key] for m in log], rel=1e-5)
-        return series
+        found = drawn(folder, chart)[index]
+        assert found["x"] == [m["step"] for m in log] and found["y"] == pytest.approx([m[key] for m in log])
+        return found
 
     check("success", 0, "lake/success")
     check("information", 1, S + "mi_upper_bound")
     check("retrieval", 0, S + "retrieval_accuracy")
     check("spread", 0, "rollout/in_group_reward_std")
     check("kept", 0, "rollout/filter_kept_ratio")
-    mi = check("information", 0, S + "mi_seq_estimate")
-    assert mi["low"][0] == pytest.approx(2 - 1 / 90 - 1.96 * 0.05, abs=1e-5)
-    reward = check("reward", 0, "reward")
-    assert reward["high"][2] - reward["y"][2] == pytest.approx(1.96 * 0.4 / math.sqrt(32), abs=1e-5)
-    held = drawn["success"]["series"][1]
-    assert (held["x"], held["y"]) == ([0, 8], [0.4, 0.7]) and held["high"] == pytest.approx([0.45, 0.75])
-    found = drawn["regimes"]["runs"][0]  # over the first measurement; the last point is the mean of steps 4 to 8
-    assert found["x"][0] == found["y"][0] == 1 and found["y"][-1] == pytest.approx((2 - 6 / 90) / (2 - 1 / 90), rel=1e-5)
-    assert drawn["cross"]["runs"][0]["frames"][-1] == {
-        "step": 8,
-        "p": [[0.75, 0.25], [0.125, 0.875]],
-        "own": [0, 1],
-        "size": [2, 2],
-    }
-    assert drawn["gradients"]["labels"] == ["q2", "q10"]  # in natural order
-    assert [s["y"] for s in drawn["gradients"]["series"]] == [[2.25, 1.0], [0.25, None]]
-    assert drawn["time"]["bars"][0][0] == "1" and drawn["time"]["bars"][0][1] == pytest.approx([2 + 1 / 7, 0.25, 1.75], rel=1e-5)
-    text = words(page)
+    assert check("information", 0, S + "mi_seq_estimate")["half"][0] == pytest.approx(1.96 * 0.05, rel=1e-4)
+    assert check("reward", 0, "reward")["half"][2] == pytest.approx(1.96 * 0.4 / math.sqrt(32), rel=1e-4)
+    held = drawn(folder, "success")[1]
+    assert (held["x"], held["y"]) == ([0, 8], [0.4, 0.7]) and held["half"][1] == pytest.approx((0.05, 0.05))
+    task, kl = drawn(folder, "gradients")
+    assert (task["x"], task["y"], kl["x"], kl["y"]) == ([2, 10], [2.25, 1.0], [2], [0.25])  # in natural order
+    assert [s["label"] for s in drawn(folder, "seconds")] == ["diagnosis", "rollout", "whole step without evaluation"]
+    text = words(page_of(folder))
     assert "Held out: 40.0% (95%: 35.0% to 45.0%) at first, 70.0% (95%: 65.0% to 75.0%) at last" in text
     assert "a reasoning's own prompt has 81.2% of the probability on average; chance is 50.0%" in text
-    assert "rollout 57%, the rest 38%, diagnosis 5%" in text  # (2 + 4.5/7, 1.75, 0.25) of 4 + 4.5/7
-    assert text.count("Healthy:") >= 10 and text.count("This run:") == len(drawn) + 1  # each chart, and the episodes
+    assert "diagnosis 5%, rollout 57%" in text  # (0.25, 2 + 4.5/7) of 4 + 4.5/7
+    assert text.count("Healthy:") == text.count("This run:") + 2 >= 10  # each chart; the verdict and the episodes
 
 
 def test_what_was_not_logged_is_left_out(make):
@@ -74,7 +69,25 @@ def test_what_was_not_logged_is_left_out(make):
     lines(folder / "metrics.jsonl", [{k: metrics_line(s)[k] for k in keep} for s in (1, 2)])
     (folder / "cross.jsonl").unlink()
     page = page_of(folder)
-    assert set(data_of(page)["charts"]) == {"success", "reward"} and "was not measured" in words(page)
+    assert re.findall(r'<figure id="(\w+)"', page) == ["success", "reward"] and "was not measured" in words(page)
+
+
+def test_what_a_run_logs_beside_success_and_mi_is_drawn(make):
+    """Loss, KL, gradient norm, clip share, entropy, length and parse rate."""
+    keys = ("loss", "approx_kl", "grad_norm", "clip_ratio/region_mean", "entropy", "completions/mean_length", "rollout/parse_rate")
+    folder = make(change=lambda s: {k: s / 10 for k in keys})
+    found = [s["y"] for chart in ("loss", "kl", "gradient", "clipped", "entropy", "length", "parse") for s in drawn(folder, chart)]
+    assert found == [[s / 10 for s in range(1, 9)]] * 7
+
+
+def test_the_page_says_what_made_the_run_and_when(make):
+    folder = make()
+    about = {"commit": "abc1234", "started": "2026-12-01T10:00:00+0000", "versions": {"torch": "2.13.0", "nanoragen": "0.1.0"}}
+    assert "steps took 0:00:37 in all" in words(page_of(folder))  # 8 * 4 + 36 / 7
+    (folder / "run.json").write_text(json.dumps(about))
+    assert "started 2026-12-01T10:00:00+0000; commit abc1234" in words(page_of(folder)) and "torch 2.13.0" in words(page_of(folder))
+    (folder / "run.json").write_text('{"commit": 3, "versions": [], "started": null')
+    assert "Settings of run" in words(page_of(folder))
 
 
 # -- nothing of a run is markup ---------------------------------------------------------------------------------------------
@@ -94,14 +107,11 @@ class Tags(HTMLParser):
 def test_nothing_of_a_run_becomes_markup(make):
     plain, page = page_of(make()), page_of(nasty_run(make))
     found = Tags(page)
-    assert found.tags.count("script") == 2 and set(found.tags) <= set(Tags(plain).tags) and "onerror" not in found.attributes
-    assert not set("<>&") & set(re.search(r'id="data">(.*)</script>\n<script>', page, re.DOTALL)[1])
+    assert found.tags.count("script") == 1 and set(found.tags) <= set(Tags(plain).tags) and "onerror" not in found.attributes
     assert page.encode("utf-8") and "\u202e" not in page and "\x00" not in page
     shown = visible(NASTY)
     assert "\u27e8U+202E\u27e9evil" in shown and "\u27e8U+D83D\u27e9" in shown and "\U0001f680" in shown
-    episode = data_of(page)["runs"][0]["episodes"][0]
-    assert ["prompt", f"system: Rules {shown}"] == episode["parts"][0][1:] and episode["turns"][0]["actions"][0] == shown
-    assert html.escape(shown) in page  # in the settings, as text
+    assert page.count(html.escape(shown)) > 8  # in the settings, the regimes and the episodes, as text
 
 
 def test_the_page_needs_nothing_and_runs_only_its_own_script(make):
@@ -109,12 +119,16 @@ def test_the_page_needs_nothing_and_runs_only_its_own_script(make):
     found, script = Tags(page), re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
     assert len(script) == 1 and f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
-    assert not {"src", "href", "srcset", "action"} & set(found.attributes) and not {"link", "img", "iframe"} & set(found.tags)
-    assert (
-        set(re.findall(r"https?://[^\"'\s<]*", page)) == {"http://www.w3.org/2000/svg"}
-        and "@import" not in page
-        and "url(" not in page
-    )
+    assert not {"src", "srcset", "action"} & set(found.attributes) and not {"link", "img", "iframe"} & set(found.tags)
+    assert set(re.findall(r'href="(.)', page)) == {"#"}  # sections of the page, and shapes of its charts
+    assert not re.findall(r"https?://", page) and "@import" not in page and set(re.findall(r"url\((.)", page)) <= {"#"}
+    names = re.findall(r' id="([^"]+)"', page)
+    assert len(set(names)) == len(names) and set(re.findall(r'href="#([^"]+)', page)) <= set(names)
+
+
+def test_it_needs_no_torch():
+    code = "import sys; from nanoragen.report import page; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 # -- broken logs -------------------------------------------------------------------------------------------------------------
@@ -148,7 +162,7 @@ def test_a_broken_log_is_a_sentence(make, name, content, said):
     text = words(page)
     if name != "cross.jsonl" or "finite" in said:
         assert re.search(said, text), text[:600]
-    data_of(page)  # is JSON: no NaN
+    assert not re.search(r"\bnan\b|inf\b", re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL).split("<h2>Episodes")[0])
 
 
 def test_gaps_of_a_series_stay_gaps(make):
@@ -157,8 +171,8 @@ def test_gaps_of_a_series_stay_gaps(make):
     rows[2]["reward"] = math.nan
     del rows[3]["reward"]
     lines(folder / "metrics.jsonl", rows)
-    series = data_of(page_of(folder))["charts"]["reward"]["series"][0]
-    assert series["x"] == [1, 2, 3, 5] and series["y"][2] is None and series["low"][2] is None
+    (series,) = drawn(folder, "reward")
+    assert series["x"] == [1, 2, 3, 5] and series["y"][2] is None and page_of(folder)
 
 
 def test_reading_goes_on_where_it_stopped(make):
@@ -192,14 +206,12 @@ def test_a_long_run_makes_a_small_page(make):
                 file.writelines(f'{{"step": {step},{huge}' for _ in range(4))
     assert (folder / "rollouts.jsonl").stat().st_size > 100e6
     page = page_of(folder)
-    assert len(page) < 5e6
-    data = data_of(page)
-    shown = sorted({e["step"] for e in data["runs"][0]["episodes"]})
-    assert len(shown) == report.MAX_STEPS and shown[0] == 1 and shown[-1] == 2000 and max(b - a for a, b in pairwise(shown)) < 90
-    assert re.search(r"\d+ of 20008 episodes are in this page: the first ones of 24 of 2000 steps", words(page))
-    x = data["charts"]["success"]["series"][0]["x"]
-    assert len(x) == charts.MAX_POINTS and (x[0], x[-1]) == (1, 2000)
-    assert len(data["charts"]["time"]["bars"]) == 40 and len(data["charts"]["cross"]["runs"][0]["frames"]) == 24
+    assert len(page.encode()) < 3e6
+    shown = sorted({e["step"] for e in episodes_of(folder)})
+    assert len(shown) == MAX_STEPS and shown[0] == 1 and shown[-1] == 2000 and max(b - a for a, b in pairwise(shown)) < 190
+    assert re.search(r"\d+ of 20008 episodes are in this page, of 12 of 2000 steps", words(page))
+    x = drawn(folder, "success")[0]["x"]
+    assert len(x) == charts.MAX_POINTS and (x[0], x[-1]) == (1, 2000) and page.count("<table class=heat>") == 3
     (folder / "rollouts.jsonl").unlink()
 
 
@@ -210,7 +222,7 @@ def test_spread_keeps_both_ends():
 def test_a_long_text_is_cut_and_says_so(make):
     folder = make()
     lines(folder / "rollouts.jsonl", [rollout_line(1, text="x" * 50_000)])
-    parts = data_of(page_of(folder))["runs"][0]["episodes"][0]["parts"]
+    parts = episodes_of(folder)[0]["parts"]
     assert sum(len(p[2]) for p in parts) < 20_200 and "more characters)" in parts[0][2]
 
 
@@ -224,7 +236,7 @@ def test_an_episode_is_cut_into_what_was_read_reasoned_and_answered(make):
     record["turns"].append({"reply": "no tag", "actions": [], "parsed": False, "reward": -0.1, "advantage": 0.25})
     record["messages"].append({"role": "user", "content": "the end"})
     lines(folder / "rollouts.jsonl", [record])
-    found = data_of(page_of(folder))["runs"][0]["episodes"][0]
+    found = episodes_of(folder)[0]
     assert found["parts"] == [
         [0, "prompt", "system: Rules go on"], [0, "prompt", "user: map"], [0, "prompt", "<think>"], [0, "reasoning", "I see go on"],
         [0, "answer", "</think><answer>up</answer>"], [1, "prompt", "user: next"], [1, "answer", "no tag"], [2, "prompt", "user: the end"],
@@ -244,7 +256,7 @@ def test_values_of_tokens_stand_at_their_tokens(make, everywhere):
     record.update(ids=ids, mask=[0] * len(read) + [1] * n, logprobs=[None] * len(read) * everywhere + values, entropies=[1.0])
     record["turns"] = [{"start": len(read), "think_end": len(read) + len(reasoned), "end": len(ids), "reward": 1.0}]
     lines(folder / "rollouts.jsonl", [record])
-    found = data_of(page_of(folder))["runs"][0]["episodes"][0]
+    found = episodes_of(folder)[0]
     assert found["values"] == ["logprobs"]  # one entropy for three tokens is no entropy
     assert found["parts"] == [
         [0, "prompt", "map"], [0, "reasoning", ["h", "m"], {"logprobs": values[:2]}],
@@ -260,7 +272,7 @@ def test_a_character_of_several_tokens_is_shown_whole(make):
     record.update(ids=ids, mask=[1] * len(ids), logprobs=[-1.0] * len(ids))
     record["turns"] = [{"start": 0, "think_end": 0, "end": len(ids), "reward": 1.0}]
     lines(folder / "rollouts.jsonl", [record])
-    part = data_of(page_of(folder))["runs"][0]["episodes"][0]["parts"][0]
+    part = episodes_of(folder)[0]["parts"][0]
     assert part == [0, "answer", ["a", "", "", "", "\U0001f680", "b", "\ufffd"], {"logprobs": [-1.0] * 7}]
 
 
@@ -272,26 +284,26 @@ def test_two_runs_are_compared(make, capsys, tmp_path):
     report.main([str(a), str(b)])
     assert capsys.readouterr().out.strip() == str(a / "compare.html")
     page = (a / "compare.html").read_text()
-    series = data_of(page)["charts"]["information"]["series"]
-    assert [(s["name"], s["color"]) for s in series[::2]] == [("a: MI, 95%", 0), ("b: MI, 95%", 1)]
-    assert series[2]["y"] == pytest.approx([2 / s for s in range(1, 9)], rel=1e-5)
+    both = charts.lines_of("information", [View(Run(f).read()) for f in (a, b)])
+    assert [s["colour"] for run in both for s in run] == ["c0", "c0", "c1", "c1"]
+    assert both[1][0]["y"] == pytest.approx([2 / s for s in range(1, 9)]) and "b: MI, 95%" in page
     text = words(page)
     assert "2 runs compared" in text and "regime seed filter" in text
     assert "a 8 40.0% 70.0% 95.6% 91.9% diverse 0 top_p" in text  # MI 2 - 1/90 and 2 - 8/90 of log 8
     assert "b 8 40.0% 70.0% 96.2% 12.0% template collapse 1 none" in text
-    assert [r["name"] for r in data_of(page)["runs"]] == ["a", "b"] and not (a / "report.html").exists()
+    assert "a and b have the same held-out success after training: 70.0% (95%: 65.0% to 75.0%)" in text
+    assert "a has the higher MI (mean of the last 5 measurements), 1.93 (95%: 1.89 to 1.98); b has 0.35" in text
+    assert "the intervals do not overlap" in text and not (a / "report.html").exists()
     report.main([str(a), "--out", str(tmp_path / "one.html")])
     assert "1 runs" not in (tmp_path / "one.html").read_text()
 
 
 def test_bad_commands_are_one_line(make, tmp_path, capsys):
-    twice = [str(tmp_path), "--out", "a.html", "--out", "b.html"]
-    for args in (twice, [str(tmp_path / "none")], [str(make()), "--out", str(tmp_path / "no" / "folder.html")]):
+    for args in ([str(tmp_path / "none")], [str(make()), "--out", str(tmp_path / "no" / "folder.html")]):
         with pytest.raises(SystemExit) as stop:
             report.main(args)
         error = capsys.readouterr().err
         assert stop.value.code == 2 and error.count("\n") == 1 and "valid: " in error
-        assert ("out: is given twice" in error) == (args is twice)
     assert f"out: {tmp_path / 'no' / 'folder.html'} cannot be written" in error  # that name, not the one of the file beside it
 
 
@@ -299,11 +311,11 @@ def test_refreshing_stays_under_its_share_of_the_time(make, monkeypatch):
     folder, clock, written = make(), [100.0], []
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
 
-    def slow(text, path):
+    def slow(path, text):
         clock[0] += 2.0
         written.append(clock[0])
 
-    monkeypatch.setattr(report, "write", slow)
+    monkeypatch.setattr(report, "write_whole", slow)
     page = report.Report(folder)
     while clock[0] < 3000:
         page.refresh()
@@ -341,7 +353,17 @@ def test_training_writes_the_report(tmp_path):
     train.run(c, *models.load("nano", device="cpu"), tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page == page_of(tmp_path)  # written when all else was
-    held = data_of(page)["charts"]["success"]["series"][1]
-    assert held["x"] == [0, 2] and None not in held["low"] + held["high"] and "episodes are in this page" in words(page)
-    frames = data_of(page)["charts"]["cross"]["runs"][0]["frames"]
-    assert [f["step"] for f in frames] == [1, 2] and all(sum(row) == pytest.approx(1, abs=0.02) for f in frames for row in f["p"])
+    held = drawn(tmp_path, "success")[1]
+    assert held["x"] == [0, 2] and None not in held["half"] and "episodes are in this page" in words(page)
+    assert page.count("<table class=heat>") == 2 and len(page.encode()) < 1e6 and "torch 2." in words(page)
+
+
+def test_the_picture_of_the_front_page(make, capsys, tmp_path):
+    a, b = make("a", filter="top_p"), make("b", filter="none")
+    for name in ("c.svg", "c.png"):
+        report.main([str(a), str(b), "--picture", str(tmp_path / name)])
+    text = (tmp_path / "c.svg").read_text()
+    assert "filter top_p: MI, 95%" in text and "H(Z|X)" in text and (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit):
+        report.main([str(a), "--picture", str(tmp_path / "c.jpg")])
+    assert capsys.readouterr().err.count("valid: a name that ends in .svg or .png") == 1
