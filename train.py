@@ -297,6 +297,7 @@ def train(c: Config, model, tokenizer, session):
     from nanoragen.policy.batches import make_batch
     from nanoragen.policy.support import kv_cache_unsupported
     from nanoragen.report.page import Report
+    from nanoragen.report.runs import posterior_record
     from nanoragen.rollout.episodes import longest_episode, rollout, sampling_of
     from nanoragen.run import memory
     from nanoragen.run.metrics import rollout_metrics
@@ -337,9 +338,9 @@ def train(c: Config, model, tokenizer, session):
         # 2. diagnosis, before anything is filtered
         if c.mi_every and (step - 1) % c.mi_every == 0:
             with session.timed("diagnosis"), loading.autocast(model.device, c.dtype):
-                measured, posterior = monitor.measure(model, episodes, step, vars(c), c.temperature)
+                measured, found = monitor.measure(model, episodes, step, vars(c), c.temperature)
             line.update(measured)
-            session.cross.write([posterior] if posterior else [])
+            session.cross.write([posterior_record(step, found)] if found else [])
 
         # 3. advantages against the group or the critic; the filter keeps the groups with signal
         ids = torch.tensor(group, device=model.device)  # [B]

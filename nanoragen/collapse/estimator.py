@@ -9,10 +9,8 @@ Z the reasoning ids without either tag. Everything comes from one matrix of teac
 Parts: `cross_matrix` (matrix.py) makes L, `collapse_metrics` reads it, `first_turn_sample` and `trajectory_sample` choose the
 rows, `measure` does all three. monitor.py follows a run from step to step.
 
-Left out on purpose: corrections for the bias of small samples (N prompts can show at most H(X) <= log N nats, given as
-`mi_upper_bound`), and clipping: a negative estimate is reported as it is.
-
-Shapes: M reasonings (rows), N prompts (columns).
+Left out: corrections for the bias of small samples (N prompts can show at most H(X) <= log N nats, given as `mi_upper_bound`), and
+clipping: a negative estimate is reported as it is. Shapes: M reasonings (rows), N prompts (columns).
 """
 
 import random
@@ -28,7 +26,6 @@ SAMPLINGS = {"first_turn": "collapse_first_turn_sample/", "trajectory": "collaps
 STD_EPS = 1e-3  # the paper code's, in the z-scores
 
 
-# ---------------------------------------------------------------------------------------------------------- the metrics
 def collapse_metrics(sums, own, lengths, *, column_keys=None) -> dict[str, float]:
     """All metrics of the matrix, in float64.
 
@@ -116,7 +113,6 @@ def _standard_error(rows, cluster) -> float | None:
     return (groups / (groups - 1) * sums.square().sum()).sqrt().item() / len(rows)
 
 
-# ------------------------------------------------------------------------------------------------------------- the rows
 def _reasons(turn) -> bool:
     return turn.think_end > turn.start
 
@@ -163,10 +159,9 @@ class Measurement(dict):
 def measure(model, episodes, *, sampling="first_turn", max_prompts=8, rows_per_prompt=2, temperature=1.0, seed=0) -> Measurement:
     """One measurement for a training step: choose rows, make the matrix, read it.
 
-    "first_turn": max_prompts groups drawn by seed, rows_per_prompt of the episodes of each. "trajectory": max_prompts
-    rows of `trajectory_sample`, whose contexts are hardly ever shared. Rows whose context leaves no room for the
-    longest reasoning among the model's positions are left out. Keys carry no prefix; where no turn reasons there is
-    valid_thinking_rate only.
+    "first_turn": max_prompts groups drawn by seed, rows_per_prompt of the episodes of each. "trajectory": max_prompts rows of
+    `trajectory_sample`, whose contexts are hardly ever shared. Rows whose context leaves no room for the longest reasoning are left
+    out. Where no turn reasons there is valid_thinking_rate only.
     """
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling: {sampling!r} is unknown; valid: {', '.join(map(repr, SAMPLINGS))}")

@@ -1,11 +1,8 @@
 """The cross matrix L[i, j] = log p(z_i | x_j): M reasonings scored after N prompts, each prompt encoded once.
 
-The plain way runs M * N full sequences. The shared way encodes a prompt into a KV cache, then runs the reasonings in
-one row behind it: positions start again after the prompt for each, and a mask lets each see the prompt and itself
-only. So no reasoning gets a copy of the cache, and the LM head runs on reasoning tokens alone (`cross_logprob_matrix`).
-
-Left out on purpose: prompts in a batch (one at a time needs no padding), prefixes that only some prompts share, models
-whose attention windows are shorter than a pair (they take the plain way, and a line says so).
+The plain way runs M * N full sequences. The shared way encodes a prompt into a KV cache, then runs the reasonings in one row after
+it: positions start again after the prompt for each, and a mask lets each see the prompt and itself only. So no reasoning gets a copy
+of the cache, and the LM head runs on reasoning tokens alone. Left out: prompts in a batch, prefixes that only some prompts share.
 
 Shapes: M reasonings (rows), N prompts (columns), P scored tokens, Q tokens run together, D hidden size, V vocabulary;
 Tx and Tz tokens of a prompt and of a reasoning.

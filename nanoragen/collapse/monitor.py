@@ -3,8 +3,6 @@
 from nanoragen.collapse.estimator import SAMPLINGS, STD_EPS, Measurement, measure
 from nanoragen.run import regimes
 
-MAX_SIDE = 32  # rows and columns of a posterior that is logged
-
 
 def diagnose(model, episodes, ema=None, **how) -> tuple[Measurement, dict[str, float]]:
     """Both samplings: (the measurement of first turns, the metrics of both by the names they have in a log).
@@ -49,8 +47,8 @@ class Monitor:
     def __init__(self):
         self.ema, self.measured, self.regime = Ema(), [], ""  # measured: (H(Z|X), MI / H(X)) of the first and of the last few
 
-    def measure(self, model, episodes, step: int, settings: dict, temperature: float) -> tuple[dict, dict | None]:
-        """(what of a step's episodes goes into the log, the record of its posterior or None where there is nothing to tell apart)."""
+    def measure(self, model, episodes, step: int, settings: dict, temperature: float) -> tuple[dict, Measurement | None]:
+        """(what of a step's episodes goes into the log, the first turns' Measurement or None where there is nothing to tell apart)."""
         found, line = diagnose(model, episodes, self.ema, temperature=temperature, seed=step)
         if not found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
             return line, None
@@ -58,7 +56,7 @@ class Monitor:
         del self.measured[1 : -regimes.RECENT]
         judged = *regimes.recent(self.measured), *self.measured[0]  # the last few against the run's first
         self.regime = regimes.regime_sentence(*judged, settings)
-        return line | {"regime": regimes.regime(*judged)}, posterior_record(step, found)
+        return line | {"regime": regimes.regime(*judged)}, found
 
     def state_dict(self) -> dict:
         return {"measured": self.measured, "regime": self.regime, "ema": self.ema.state_dict()}
@@ -66,19 +64,3 @@ class Monitor:
     def load_state_dict(self, state: dict):
         self.measured, self.regime = state["measured"], state["regime"]
         self.ema.load_state_dict(state["ema"])
-
-
-def posterior_record(step: int, found: Measurement) -> dict:
-    """A line of cross.jsonl: the posterior p(x_j | z_i) = w_j p(z_i | x_j) / p_mix(z_i) of a Measurement, w as in estimator.py.
-
-    posterior: at most MAX_SIDE rows and columns, rows by their own column, 3 digits; own: the column of each row; size: [M, N].
-    A row sums to 1 over all N columns, also over those that were cut off.
-    """
-    M, N = found.sums.shape
-    weight = found.sums.new_tensor([found.own.count(j) / M for j in range(N)]).double()
-    rows = sorted((j, i) for i, j in enumerate(found.own) if j < MAX_SIDE)[:MAX_SIDE]
-    posterior = (found.sums.double() + weight.log()).softmax(dim=1).tolist()
-    return {
-        "step": step, "size": [M, N], "own": [j for j, _ in rows],
-        "posterior": [[round(p, 3) for p in posterior[i][:MAX_SIDE]] for _, i in rows],
-    }  # fmt: skip

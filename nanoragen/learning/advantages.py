@@ -6,8 +6,7 @@
 Tables [B, T] lie on the ids of a batch and are 0 where nothing was sampled. Turns are known by their index (`Batch.turn`), never
 found by looking for a reward that is not 0. B episodes, T tokens of the longest, N turns of the longest, G groups.
 
-Left out: a value for what comes after the last turn. An episode that ran out of turns is taken as over, as in verl and RAGEN:
-its turns are part of the task.
+Left out: a value for what comes after the last turn: an episode that ran out of turns is taken as over, as in verl and RAGEN.
 """
 
 import math
@@ -100,9 +99,6 @@ def note_turns(episodes, advantage):
             t.advantage = sum(row[t.start : t.end]) / max(1, sum(e.mask[t.start : t.end]))
 
 
-# -- against the group ----------------------------------------------------------------------------------------------------
-
-
 def group_relative(c, found, rewards, turns, penalties, ids) -> torch.Tensor:
     """Advantage of each turn [B, N] (0 in groups that are dropped, or whose returns are all equal).
 
@@ -144,9 +140,6 @@ def group_quantile(rewards, ids, G: int, q: float) -> torch.Tensor:
     for r, g in zip(rewards.tolist(), ids.tolist()):
         members[g].append(r)
     return rewards.new_tensor([sorted(m)[max(0, math.ceil(round(q * len(m), 6)) - 1)] if m else 0.0 for m in members])
-
-
-# -- against a critic -----------------------------------------------------------------------------------------------------
 
 
 def gae(reward, value, mask, gamma: float, lam: float, end=None) -> torch.Tensor:

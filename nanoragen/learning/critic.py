@@ -4,11 +4,8 @@
     value = critic.values(batch, rows, c)                                       # [B, T], before the update
     line.update(critic.update(batch, rows, returns, value, c, rng, progress))
 
-It is a linear head on a copy of the policy's trunk, not on the trunk itself. A shared trunk would save its memory, but its
-features would also follow the value loss, which knows nothing of reasoning; this project asks what the policy gradient does to
-them. The head starts at 0, so that the first advantages are plain returns.
-
-Left out: a warm-up of the critic alone, values of several heads, a trunk smaller than the policy's.
+It is a linear head on a copy of the policy's trunk: features of a shared one would follow the value loss too, which knows nothing
+of reasoning. The head starts at 0, so that the first advantages are plain returns. Left out: a warm-up of the critic alone.
 """
 
 import copy

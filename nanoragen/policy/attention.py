@@ -1,7 +1,6 @@
 """transformers' scaled-dot-product attention, as a CPU likes it: `model.set_attn_implementation(NAME)` after an import of this file.
 
 The numbers are those of "sdpa" up to rounding; two copies are saved that it makes in every layer:
-
 - Grouped heads: "sdpa" repeats keys and values for each query head where there is a mask (for the sake of CUDA). The CPU's kernel
   takes them as they are; a single new token is packed by "sdpa" itself, which is faster still.
 - The mask: bool at transformers, added to the scores in the kernel. It is made a number once for all layers, not in each.

@@ -1,8 +1,7 @@
 """Episodes to tensors: right padding, masks, turn index; and rows split into groups that fit into one forward pass.
 
-Masks come from the episodes (that is, from the sampler), never from looking for an id, so the padding id may be the
-end-of-turn id. Padding is on the right: position ids are 0, 1, 2, ... without being given, as for an episode alone.
-B episodes, T tokens of the longest.
+Masks come from the episodes (that is, from the sampler), never from looking for an id, so the padding id may be the end-of-turn id.
+Padding is on the right: position ids are 0, 1, 2, ... without being given. B episodes, T tokens of the longest.
 """
 
 from dataclasses import dataclass
@@ -55,8 +54,7 @@ def split_by_length(batch: Batch, rows: torch.Tensor, max_rows: int, max_tokens:
     """Split rows of a batch into index tensors of at most max_rows, alike in length, longest first.
 
     max_tokens: at most so many tokens each, padding counted (rows x longest); 0: no such limit. A row that is longer is alone.
-    cached: first tokens of each row that are not run. Alike in length so that little is padding; longest first so that memory
-    runs out at once or never. No rows, no tensors.
+    cached: first tokens of each row that are not run. Longest first so that memory runs out at once or never.
     """
     if max_rows < 1:
         raise ValueError(f"micro_batch: {max_rows} rows; valid: 1 or more")

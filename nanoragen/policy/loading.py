@@ -5,13 +5,10 @@
     model, tokenizer = load("Qwen/Qwen2.5-0.5B-Instruct")    # a hub id
     model, tokenizer = load("SmolLM2-135M.Q8_0.gguf")        # one file
 
-Precision: weights are float32, on a GPU too. There the forward passes run in bfloat16 under `autocast`, and AdamW updates
-float32 master weights: a bfloat16 weight cannot take a step smaller than 1/256 of itself. Pass `dtype` to hold them
-otherwise (evaluation of a large model).
-
+Precision: weights are float32, on a GPU too, where the forward passes run in bfloat16 under `autocast`: a bfloat16 weight cannot
+take a step smaller than 1/256 of itself. Pass `dtype` to hold them otherwise (evaluation of a large model).
 Attention: flash_attention_2 on CUDA where flash-attn is installed and the model can use it, else what transformers picks
-(SDPA), on a CPU without two of its copies (nanoragen/policy/attention.py). With flash_attention_2 training packs a micro-batch into one
-row without padding. Adapters: nanoragen/policy/lora.py.
+(SDPA), on a CPU without two of its copies (attention.py).
 Left out: quantised training, a model spread over several GPUs, code from a model's folder or the hub.
 """
 

@@ -5,9 +5,8 @@
     save(model, folder)                             # merged, a plain Hugging Face folder, and folder/adapter/ for peft and `load`
     load(model, folder)                             # the adapter comes back bit for bit
 
-Every linear layer gets one but the head: it is often the embedding too, and the fused scores read its weight. The layers are put
-into the model itself, which stays what it was to `generate`, the critic and the scorers. Left out: dropout, quantised bases,
-variants of LoRA, several adapters, a resume from the merged weights (they are rounded: the base is loaded anew).
+Every linear layer gets one but the head, whose weight is often the embedding's and is read by the fused scores. The layers are put
+into the model itself. Left out: dropout, quantised bases, variants of LoRA, a resume from the merged weights, which are rounded.
 """
 
 import copy

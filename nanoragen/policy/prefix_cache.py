@@ -5,14 +5,12 @@
     loss.backward()                                             # of each; stops at the prefix
     prefix.backward()                                           # after the last: goes on to the weights
 
-Episodes of a group share their prompt, and all of a run the instruction. The first P tokens of the rows are run once for each
-prefix that is different; every row takes the keys and values of its own and runs only what follows. Attention is causal and
-positions count from the first token, so each row's numbers and its gradient are those of the row alone, up to rounding. Between
-two updates the weights stand still, so all micro-batches of one can follow the same keys and values: their gradients are added up,
-and go through the prefixes once, at the end (the chain rule, with its sum taken early).
+Episodes of a group share their prompt, and all of a run the instruction. The first P tokens are run once for each prefix that is
+different; every row takes the keys and values of its own and runs only what follows. Attention is causal and positions count from
+the first token, so numbers and gradient are those of the row alone, up to rounding. Weights stand still within an update, so all its
+micro-batches follow the same keys and values; their gradients add up and go through the prefixes once (the chain rule, summed early).
 
 Left out: prefixes of several lengths side by side (P is the one that leaves the least to run), packed rows, checkpointed layers.
-The cross matrix, nanoragen/collapse/matrix.py, shares prompts without gradient.
 """
 
 import copy

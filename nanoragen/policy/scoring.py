@@ -50,9 +50,8 @@ class MicroBatch:
 def micro_batches(model, batch: Batch, rows: torch.Tensor, c):
     """Some rows (long, the same in every process) as MicroBatches of at most c.micro_batch episodes and c.micro_tokens tokens.
 
-    Under torchrun each process gets a share of about as many tokens as the others'. Prompts are run once for all micro-batches,
-    not once in each, where the model can and it saves enough; as many prompts together as the two limits let, and their graph is
-    held until `finish_prefix`. No weight may move meanwhile.
+    Under torchrun each process gets a share of about as many tokens as the others'. Prompts are run once for all micro-batches where
+    the model can and it saves enough; their graph is held until `finish_prefix`, and no weight may move meanwhile.
     """
     for some in group_prefixes(local_shard(batch, sorted_by_prompt(batch, rows)), c.micro_batch, c.micro_tokens):
         prefix = prefix_cache(model, batch, some, c.dtype)

@@ -1,7 +1,6 @@
-"""What a model supports: asked here alone, from its configuration or by trying it once on a few tokens.
+"""What a model supports, asked here alone: from its configuration, or, as no list of models is complete, by a try on a few tokens.
 
-A function called `..._unsupported` returns the reason as a line to print, "" where the model can do it. No list of models is
-complete, so what a configuration cannot tell is tried: on tokens, against the plain way.
+A function called `..._unsupported` returns the reason as a line to print, "" where the model can do it.
 """
 
 import inspect
@@ -118,10 +117,7 @@ def positions_depend_on_length(model, longest: int) -> str:
 
 
 def packed_reasonings_unsupported(model, longest: int, takes_mask) -> str:
-    """Why reasonings cannot be scored in one row behind a cached prompt (nanoragen/collapse/matrix.py).
-
-    takes_mask: names of the attentions that add a mask of one's own.
-    """
+    """Why reasonings cannot be scored in one row after a cached prompt. takes_mask: attentions that add a mask of one's own."""
     config, attention = model.config.get_text_config(), getattr(model.config, "_attn_implementation", None)
     scaled = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, n, None) not in (None, 1)]
     if reason := prefix_cache_unsupported(model, longest):
@@ -135,11 +131,8 @@ def packed_reasonings_unsupported(model, longest: int, takes_mask) -> str:
 
 @torch.no_grad()
 def respects_attention_mask(model) -> bool:
-    """Whether a row gives the same numbers alone and padded on the left beside another, as a rollout has it.
-
-    Attention over keys and values leaves out what is masked, so only other models are tried: the state of some takes in the
-    padding (RWKV, RecurrentGemma).
-    """
+    """Whether a row gives the same numbers alone and padded on the left beside another. Attention over keys and values leaves out
+    what is masked, so only other models are tried: the state of some takes in the padding (RWKV, RecurrentGemma)."""
     if not kv_cache_unsupported(model):
         return True
     device = next(model.parameters()).device

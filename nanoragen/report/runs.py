@@ -128,3 +128,23 @@ class Run:
         if self._tokenizer[0] != found[-1]:
             self._tokenizer = found[-1], Tokenizer.from_file(str(found[-1]))
         return self._tokenizer[1]
+
+
+MAX_SIDE = 32  # rows and columns of a posterior that is logged
+
+
+def posterior_record(step: int, found) -> dict:
+    """A line of cross.jsonl: the posterior p(x_j | z_i) = w_j p(z_i | x_j) / p_mix(z_i) of a Measurement of
+    nanoragen/collapse/estimator.py.
+
+    posterior: at most MAX_SIDE rows and columns, rows by their own column, 3 digits; own: the column of each row; size: [M, N].
+    A row sums to 1 over all N columns, also over those that were cut off.
+    """
+    M, N = found.sums.shape
+    weight = found.sums.new_tensor([found.own.count(j) / M for j in range(N)]).double()
+    rows = sorted((j, i) for i, j in enumerate(found.own) if j < MAX_SIDE)[:MAX_SIDE]
+    posterior = (found.sums.double() + weight.log()).softmax(dim=1).tolist()
+    return {
+        "step": step, "size": [M, N], "own": [j for j, _ in rows],
+        "posterior": [[round(p, 3) for p in posterior[i][:MAX_SIDE]] for _, i in rows],
+    }  # fmt: skip

@@ -11,8 +11,7 @@ were sampled), and many templates rewrite history (they delete earlier reasoning
 marker words, and the text between the markers is kept. Any template with user and assistant roles works; where there is
 no system role, the instruction goes in front of the first observation.
 
-Instructions and observations are tokenised together with the template's text, so the text of a special token inside an
-observation becomes that token: they come from the environment and are trusted. Left out on purpose: tools, images, model names.
+Instructions and observations are trusted: the text of a special token in them becomes that token. Left out: tools, images.
 """
 
 import re

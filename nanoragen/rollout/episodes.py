@@ -7,8 +7,7 @@
 - What an episode draws depends on the random state, its group and its place in the group, not on the episodes beside it: so
   --rollout_batch, the KV cache and the number of processes change nothing (but for a tie within float rounding).
 
-How replies are sampled is in nanoragen/rollout/generation.py. Left out on purpose: training on the log-probs that are seen while
-sampling (they are for reading, the trainer scores the same ids), environments in other processes.
+Left out on purpose: training on the log-probs that are seen while sampling (they are for reading), environments in other processes.
 """
 
 import itertools

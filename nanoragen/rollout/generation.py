@@ -5,10 +5,8 @@ tokens. It gives `generate` the same ids and masks, and with them the keys and v
 
 - A prompt that several episodes share is encoded once. Keys and values are kept from turn to turn, so that a turn costs its new
   tokens only. Between two turns the rows are aligned anew, without the columns that were padding.
-- Every layer keeps every column, also one with a sliding window: masks count columns and rows have no holes, so a window sees the
-  same tokens as in the reference.
-- Finished rows are evicted during a turn: once enough replies have ended, `generate` is left and called again for the others, so
-  that one long reply does not keep all rows busy with padding.
+- Every layer keeps every column, also one with a sliding window: rows have no holes, so a window sees the same tokens.
+- Finished rows are evicted during a turn: once enough replies have ended, `generate` is called again for the others alone.
 
 Left out on purpose: new episodes that join a running batch, an attention kernel of our own. Shapes: B contexts, C columns.
 """

@@ -1,8 +1,7 @@
 """A layer of a KV cache with memory for a whole turn, so that a sampled token's keys and values are written in place.
 
 transformers' `DynamicLayer` copies all keys and values at every token, to join them with the new ones. For many rows with long
-contexts that takes longer than the model does. Left out: growing, and the ways of `DynamicLayer` to choose or repeat rows
-(`generate` without beams uses none).
+contexts that takes longer than the model does. Left out: growing, and choosing or repeating rows.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """How an id is drawn: each row by its own uniform draws, so that a row gets the same ids in any batch.
 
-Its log-prob and entropy are recorded for reading; training scores the ids itself, with gradient. Left out on purpose: anything
-that reshapes the distribution but the temperature. Shapes: B rows, R ids of a reply, V vocabulary.
+Its log-prob and entropy are recorded for reading; training scores the ids itself. Left out: anything that reshapes the distribution
+but the temperature. Shapes: B rows, R ids of a reply, V vocabulary.
 """
 
 import math

@@ -7,7 +7,7 @@ import torch
 from measured import metrics_of, played, qwen2
 
 from nanoragen.collapse import monitor
-from nanoragen.collapse.estimator import Measurement, measure
+from nanoragen.collapse.estimator import measure
 from nanoragen.collapse.monitor import Ema
 
 
@@ -45,19 +45,3 @@ def test_both_samplings_are_logged_each_with_averages_of_its_own():
     assert monitor.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
     assert monitor.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_posterior_against_bayes():
-    """Three rows, prompts of weight 2/3 and 1/3; the row of prompt 1 comes last, whatever its place."""
-    L = torch.tensor([[0.2, 0.7], [0.5, 0.1], [0.4, 0.4]]).log()
-    found = Measurement({}, L, [1, 0, 0], [1, 1, 1], None)
-    record = monitor.posterior_record(5, found)
-    want = [[0.5 * 2, 0.1], [0.4 * 2, 0.4], [0.2 * 2, 0.7]]
-    assert record == {
-        "step": 5, "size": [3, 2], "own": [0, 0, 1],
-        "posterior": [[pytest.approx(p / sum(row), abs=6e-4) for p in row] for row in want],
-    }  # fmt: skip
-    big = Measurement({}, torch.zeros(80, 40), [i // 2 for i in range(80)], [1] * 80, None)
-    record = monitor.posterior_record(1, big)
-    assert (len(record["posterior"]), len(record["posterior"][0]), record["size"]) == (32, 32, [80, 40])
-    assert record["posterior"][0] == [0.025] * 32 and record["own"] == [i // 2 for i in range(32)]
