@@ -43,7 +43,7 @@ class PlaySettings:
     """What train.py and eval.py share: who plays what, and how."""
 
     flag = section("common")
-    env: str = flag("sokoban", "environment: sokoban, bandit, ... (envs/README.md), file.py:Class, module:Class, gym:ID", "env_configs.tags")
+    env: str = flag("sokoban", "environment: sokoban, bandit, ... (envs/README.md), file.py:Class, package:Class, gym:ID", "env_configs.tags")
     model: str = flag("nano", "nano (bundled), a checkpoint or other folder, a hub id, or a .gguf file", "model_path")
     seed: int = flag(0, "of everything random", "seed", most=2**63 - 1, valid="0 or more, below 2^63")
     flag = section("environment")
