@@ -50,7 +50,8 @@ class Monitor:
     def measure(self, model, episodes, step: int, settings: dict, temperature: float) -> tuple[dict, Measurement | None]:
         """(what of a step's episodes goes into the log, the first turns' Measurement or None where there is nothing to tell apart)."""
         found, line = diagnose(model, episodes, self.ema, temperature=temperature, seed=step)
-        if not found.get("mi_upper_bound"):  # with one prompt only there is nothing to tell apart, so no regime
+        if not found.get("mi_upper_bound"):  # with one prompt or no reasoning there is nothing to tell apart, so no regime
+            self.regime = ""  # what was true many steps ago is not said at the end
             return line, None
         self.measured.append((found["conditional_entropy_est"], found["mi_seq_estimate"] / found["mi_upper_bound"]))
         del self.measured[1 : -regimes.RECENT]
