@@ -23,10 +23,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 import nanoragen
-from nanoragen.run import checkpoint, console, distributed, faults, metrics, stops
+from nanoragen.run import checkpoint, console, distributed, errors, faults, metrics, stops
+from nanoragen.run.files import write_whole
 from nanoragen.run.log import Lines, Log
 from nanoragen.run.records import rewind
 from nanoragen.run.settings import env_flags
+from nanoragen.run.signals import Stop
 
 
 @contextmanager
@@ -38,18 +40,18 @@ def session(c, out: Path, saved: Path | None = None):
     # no bar where nobody watches: there a line a step is all
     look = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "disable": distributed.rank() > 0 or not sys.stderr.isatty()}
     # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
-    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:
+    with Stop() as stop, tqdm(total=c.steps, **look) as bar:
         run = Session(c, out, saved, stop, bar)
         try:
             yield run
         except Exception as e:
-            why = stops.reason(e, run.doing, c)
+            why = errors.reason(e, run.doing, c)
             if why is None:
                 raise
-            raise stops.CannotGoOn(f"{why}; {stops.how_to_go_on(out)}") from e
+            raise errors.CannotGoOn(f"{why}; {errors.how_to_go_on(out)}") from e
         except SystemExit:
             if stop.left:
-                run.say(f"ended at once by {stop.left} in {run.doing or 'the start'}; {stops.how_to_go_on(out)}")
+                run.say(f"ended at once by {stop.left} in {run.doing or 'the start'}; {errors.how_to_go_on(out)}")
             raise
 
 
@@ -169,7 +171,7 @@ class Session:
             self._describe(duration=time.time() - self.began)
         self.page.write()
         if self.asked and step < c.steps:
-            print(f"stopped by {self.asked} after step {step}, which is saved; go on with: {stops.resume_command(self.out)}")
+            print(f"stopped by {self.asked} after step {step}, which is saved; go on with: {errors.resume_command(self.out)}")
             distributed.finish()
             raise SystemExit(130)
         before, after = map(console.interval, (self.before, self.after))
@@ -208,7 +210,7 @@ class Session:
             known = {k: v for k, v in json.loads(path.read_text()).items() if k == "started"}
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.began))
         found = {"commit": commit(), "versions": versions(), "started": started, **known, **more}
-        checkpoint.write_whole(path, json.dumps(found, indent=1) + "\n")
+        write_whole(path, json.dumps(found, indent=1) + "\n")
 
 
 def commit() -> str:
