@@ -389,6 +389,7 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
     return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
 
 
+@cli.quiet_when_unread
 @release_locks()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
