@@ -46,11 +46,11 @@ def outcome(low, high):
             "No variance in groups: .*almost all succeed",
             "fail,",
         ),
-        ({"rollout/zero_variance_ratio": 1.0, "skipped": 1.0}, "Everything is filtered.*no variance to keep", "Loosen"),
-        ({"skipped": 0.8}, "Everything is filtered.*--filter none", "No variance"),
+        ({"rollout/zero_variance_ratio": 1.0, "skipped": 1.0}, "Everything was filtered out.*no variance to keep", "Loosen"),
+        ({"skipped": 0.8}, "Everything was filtered out.*--filter none", "No variance"),
         ({"rollout/truncated_by_context": 0.6}, "out of context", "No variance"),
-        ({"nonfinite_updates": 0.5}, "not finite", "flat"),
-        ({}, "signals are there.*reward is flat", "No variance"),
+        ({"nonfinite_updates": 0.5}, "not finite", "hardly moved"),
+        ({}, "signals are there.*hardly moved", "No variance"),
     ],
 )
 def test_diagnosis_names_the_missing_signal(change, says, not_said):
@@ -85,3 +85,48 @@ def test_advice_does_not_contradict_itself():
     never, partly = (" ".join(console.diagnosis([line], found, found, "bandit")) for line in cut)
     assert "do not parse" not in never and "Lower --max_turns or --max_tokens" in never
     assert "do not parse" in partly and "Raise --max_tokens" not in partly and "Start from a model" in partly
+
+
+FOUND = {"success": 0.5, "success_low": 0.4, "success_high": 0.6}
+
+
+def said(rows, before=FOUND, after=FOUND):
+    return " ".join(console.diagnosis(rows, before, after, "bandit"))
+
+
+@pytest.mark.parametrize(
+    "rewards, std, says",
+    [((0.50, 0.75), 0.43, "rose, .*0.50 in the first steps, 0.75 in the last"), ((0.75, 0.50), 0.43, "fell .0.75 in the first"),
+     ((0.50, 0.51), 0.43, "hardly moved"), ((0.5, 0.5), 0.0, "hardly moved"), ((0.5, 0.6), 0.0, "rose"),
+     ((0.501, 0.502), 0.0, "hardly moved")],
+)  # fmt: skip
+def test_what_is_said_of_the_reward_is_what_its_two_numbers_show(rewards, std, says):
+    rows = [{**STEP, "reward": r, "reward_std": std} for r in rewards for _ in range(15)]
+    assert re.search(f"the reward in training {says}", said(rows)) and "flat" not in said(rows)
+
+
+@pytest.mark.parametrize("kl, says", [(11.7, "updates are too large .approx_kl up to 12 nats a token.: lower --lr"), (0.01, "Lower --lr")])
+def test_a_parse_rate_that_was_lost_names_the_learning_rate_and_no_tokens(kl, says):
+    """Three steps at --lr 1: every reply parses, then none; they are cut because nothing ends them."""
+    rows = [{**STEP, "rollout/parse_rate": p, "completions/clipped_ratio": 1 - p, "approx_kl": kl, "bandit/success": p / 2,
+             "rollout/zero_variance_ratio": 1 - p} for p in (1.0, 0.0, 0.0)]  # fmt: skip
+    text = said(rows, outcome(0.5, 0.62), outcome(0.0, 0.04))
+    assert re.search(says, text) and "100% of the turns did in the first step, 0% in the last half" in text
+    assert "--max_tokens" not in text and "easier" not in text
+
+
+@pytest.mark.parametrize("cut, longer", [(0.0, False), (0.9, True)])
+def test_more_tokens_are_advised_where_replies_are_cut(cut, longer):
+    text = said([{**STEP, "rollout/parse_rate": 0.2, "completions/clipped_ratio": cut}] * 30)
+    assert ("90% of the replies are cut: raise --max_tokens" in text) == longer and "model that knows the format" in text
+
+
+def test_large_updates_are_named_where_success_fell_and_where_nothing_else_is_wrong():
+    rows = [{**STEP, "approx_kl": 0.5}] * 30
+    assert "lower --lr" in said(rows) and "lower --lr" in said(rows, outcome(0.5, 0.6), outcome(0.1, 0.2))
+    assert "lower --lr" not in said([{**STEP, "approx_kl": 0.01}] * 30)
+
+
+def test_where_no_group_can_vary_nothing_is_said_of_their_variance():
+    rows = [{k: v for k, v in STEP.items() if "in_group" not in k and "zero_var" not in k}] * 30
+    assert "group" not in said(rows).replace("--groups", "")
