@@ -2,8 +2,8 @@
 
     {"commit": "5800855...", "versions": {"nanoragen": "0.1.0", ...}, "started": "2026-12-07T09:34:22+0000", "duration": 5.3}
 
-commit: of the checkout, not there where it is none; with "-dirty" where files differ from it. duration: seconds, of all processes of
-a resumed run together, up to their last checkpoint or end; started: of the first of them; the rest: of the last.
+commit: of the checkout, not there where it is none; with "-dirty" where files differ from it. duration: seconds, of all processes
+of a resumed run together, up to their last checkpoint or end; started: of the first of them; the rest: of the last.
 """
 
 import json
@@ -21,11 +21,11 @@ from nanoragen.run.files import write_whole
 class RunRecord:
     """folder/run.json, written now and at each `write`. A disk that fails costs the record, never the run."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, resumed: bool = False):
         self.path, self.began = Path(folder) / "run.json", time.monotonic()
-        before = _read(self.path)
-        self.before = before.get("duration", 0.0)
-        found = {"commit": commit(), "versions": versions(), "started": before.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        before = _read(self.path) if resumed else {}
+        self.before, now = before.get("duration", 0.0), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        found = {"commit": commit(), "versions": versions(), "started": before.get("started", now)}
         self.found = {k: v for k, v in found.items() if v}
         self.write()
 

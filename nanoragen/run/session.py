@@ -89,7 +89,7 @@ class Session:
         if distributed.rank() == 0:
             self.log = Log(self.out, asdict(replace(c, resume="")), trackers=c.log)
             self.cross = Lines(self.out / "cross.jsonl")
-            self.record = RunRecord(self.out)
+            self.record = RunRecord(self.out, resumed=self.saved is not None)
         else:
             self.log = self.cross = self.page = self.record = distributed.Silent()
         self.bar.initial = self.bar.n = self.done

@@ -16,7 +16,7 @@ def read(folder):
 
 
 def test_what_the_report_reads_is_there_and_a_resume_adds_to_it(tmp_path, monkeypatch):
-    clock = iter([0.0, 1.0, 5.0, 100.0, 100.0, 102.5])
+    clock = iter([0.0, 1.0, 5.0, 100.0, 100.0, 102.5, 7.0, 8.0])
     monkeypatch.setattr(provenance.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(provenance.time, "strftime", lambda form: "2026-01-01T00:00:00+0000")
     record = RunRecord(tmp_path)
@@ -27,12 +27,14 @@ def test_what_the_report_reads_is_there_and_a_resume_adds_to_it(tmp_path, monkey
     record.write()
     assert read(tmp_path)["duration"] == 5.0
     monkeypatch.setattr(provenance.time, "strftime", lambda form: "later")
-    RunRecord(tmp_path).write()  # another process goes on
+    RunRecord(tmp_path, resumed=True).write()  # another process goes on
     assert read(tmp_path)["duration"] == 7.5 and read(tmp_path)["started"] == "2026-01-01T00:00:00+0000"
+    RunRecord(tmp_path)  # a new run, where one ended before its first step
+    assert read(tmp_path)["duration"] == 1.0 and read(tmp_path)["started"] == "later"
 
 
 def test_the_commit_is_the_checkouts_and_absent_where_there_is_none(tmp_path, monkeypatch):
-    git = lambda *args: subprocess.run(["git", "-C", str(tmp_path), *args], check=True, capture_output=True, text=True).stdout.strip()
+    git = lambda *args: subprocess.check_output(["git", "-C", str(tmp_path), *args], text=True).strip()
     (tmp_path / "nanoragen").mkdir()
     (tmp_path / "nanoragen/__init__.py").write_text("")
     monkeypatch.setattr(nanoragen, "__file__", str(tmp_path / "nanoragen/__init__.py"))
@@ -49,7 +51,7 @@ def test_the_commit_is_the_checkouts_and_absent_where_there_is_none(tmp_path, mo
 @pytest.mark.parametrize("text", ["", "[]", '{"started": 3, "duration": "long"}', "{", "[" * 100_000])
 def test_a_damaged_record_is_written_anew(text, tmp_path):
     (tmp_path / "run.json").write_text(text)
-    RunRecord(tmp_path)
+    RunRecord(tmp_path, resumed=True)
     assert isinstance(read(tmp_path)["started"], str) and read(tmp_path)["duration"] < 60
 
 
