@@ -168,7 +168,8 @@ def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
         "    lr: float = field(default=1.0, metadata={'help': 'rate'})\n\n@cli.quiet_when_unread\ndef main(argv=None):\n"
         "    cli.parse(Config, argv, 'p.py', '')\n\nmain()\n"
     )
+    environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": ""}  # all of it is in the buffer when main ends
     command = [sys.executable, str(tmp_path / "p.py"), "--help"]
-    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT})
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     done.stdout.close()
     assert done.stderr.read() == "" and done.wait(60) == 141
