@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanoragen.run import stops
-from nanoragen.run.memory import out_of_memory
+from nanoragen.run.signals import leave_on_signals
 
 if __name__ == "__main__":
-    stops.leave_on_signals()  # no traceback: nothing is lost
+    leave_on_signals()  # no traceback: nothing is lost
 
 from nanoragen.run import cli
+from nanoragen.run.memory import out_of_memory
 from nanoragen.run.settings import PlaySettings, check_context, check_ranges, env_options, file_name, locate, section
 
 

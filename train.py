@@ -26,12 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from nanoragen.run import stops
+from nanoragen.run.signals import leave_on_signals
 
 if __name__ == "__main__":
-    stops.leave_on_signals()  # until `run` has its own answer: no traceback out of an import
+    leave_on_signals()  # until `run` has its own answer: no traceback out of an import
 
 from nanoragen.run import cli, distributed
+from nanoragen.run.errors import CannotGoOn
+from nanoragen.run.faults import TooManyFaults
 from nanoragen.run.folder import release_locks, resumed, run_folder
 from nanoragen.run.memory import out_of_memory
 from nanoragen.run.session import session
@@ -387,6 +389,7 @@ def learning_rate(update: int, updates: int, c: Config) -> float:
     return rise * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[c.lr_schedule]
 
 
+@cli.quiet_when_unread
 @release_locks()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
@@ -400,7 +403,6 @@ def main(argv=None):
         from nanoragen.policy import loading
         from nanoragen.policy.support import max_positions
         from nanoragen.rollout.chat import Chat
-        from nanoragen.run.faults import TooManyFaults
 
         model, tokenizer = loading.load_policy(c, saved, device)
         Chat(tokenizer)  # a model without a chat template cannot play
@@ -413,7 +415,7 @@ def main(argv=None):
         cli.fail("train.py", f"model: {c.model} does not fit into memory ({e}); valid: a smaller one, or another --device")
     try:
         run(c, model, tokenizer, out, saved)
-    except (TooManyFaults, stops.CannotGoOn) as e:
+    except (TooManyFaults, CannotGoOn) as e:
         cli.fail("train.py", e)
     distributed.finish()
 

@@ -107,7 +107,7 @@ def nanoragen_side(a, **settings):
     from nanoragen.policy.loading import load
     from nanoragen.run import distributed
     from nanoragen.run.session import Session
-    from nanoragen.run.stops import Stop
+    from nanoragen.run.signals import Stop
 
     turns, _ = Turns(), distributed.start("cpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from nanoragen.collapse import monitor
 from nanoragen.policy import loading, scoring
 from nanoragen.rollout import episodes as rollout
 from nanoragen.rollout.generation import UncachedGenerator
-from nanoragen.run import checkpoint, records
+from nanoragen.run import checkpoint, files, records
 
 FILE_DAMAGES = 96  # truncations and flipped bits, over all files of a checkpoint
 LOG_DAMAGES = 60  # torn lines, NUL bytes, broken UTF-8, flipped bits, in metrics.jsonl and rollouts.jsonl
@@ -212,7 +212,7 @@ def test_a_full_disk_ends_the_run_and_nothing_is_lost(arguments, whole, tmp_path
 
 @pytest.mark.parametrize("name", ["model", "optimizer.pt", "trainer_state.json", "complete.json"])
 def test_no_space_at_any_file_of_a_checkpoint(name, arguments, whole, tmp_path, monkeypatch, capsys):
-    out, sync = tmp_path / "run", checkpoint._sync
+    out, sync = tmp_path / "run", files.sync
 
     def full(path):
         if path.name.startswith(name) and "step_000002" in str(path):
@@ -220,7 +220,7 @@ def test_no_space_at_any_file_of_a_checkpoint(name, arguments, whole, tmp_path, 
         sync(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_sync", full)
+        patch.setattr(files, "sync", full)
         said = failure(capsys, *arguments, "--keep", "9", "--out", str(out))
     assert "No space left on device" in said
     check_full_disk(said, out, whole)

@@ -10,7 +10,7 @@ from helpers import moments, timeless
 from safetensors.torch import load_file
 
 import train
-from nanoragen.run import checkpoint, folder, metrics, records
+from nanoragen.run import files, folder, metrics, records
 from nanoragen.run.log import Log
 
 SMALL = ["--env", "frozen_lake", "--steps", "4", "--groups", "3", "--group_size", "3", "--max_turns", "2", "--max_tokens", "24",
@@ -125,7 +125,7 @@ def test_a_damaged_config_is_never_replaced_by_defaults(text, tmp_path, capsys):
 
 def test_settings_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     Log(tmp_path, {"steps": 1})
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(files, "sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError):
         Log(tmp_path, {"steps": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]

@@ -17,7 +17,7 @@ import tqdm
 from helpers import saved_model, timeless
 
 import train
-from nanoragen.run import checkpoint, stops
+from nanoragen.run import checkpoint, files, signals
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ["evaluation (before)", "rollout", "turn 1", "diagnosis", "advantages", "reference", "score", "update 1/2", "update 2/2",
@@ -79,7 +79,7 @@ def test_a_second_signal_ends_it_at_once_and_leaves_nothing_half_done(phase, arg
 
 
 def test_a_second_signal_while_files_are_written_leaves_the_checkpoint_before(arguments, whole, tmp_path, monkeypatch, capsys):
-    out, sync = tmp_path / "run", checkpoint._sync
+    out, sync = tmp_path / "run", files.sync
 
     def interrupted(path):
         sync(path)
@@ -88,7 +88,7 @@ def test_a_second_signal_while_files_are_written_leaves_the_checkpoint_before(ar
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(checkpoint, "_sync", interrupted)
+        patch.setattr(files, "sync", interrupted)
         train.main([*arguments, "--out", str(out)])
     said = capsys.readouterr()
     assert (
@@ -144,7 +144,7 @@ def test_a_closed_terminal_asks_but_not_under_nohup():
     for handler, heard in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
         before = signal.signal(signal.SIGHUP, handler)
         try:
-            with stops.Stop() as asked:
+            with signals.Stop() as asked:
                 os.kill(os.getpid(), signal.SIGHUP)
             assert asked.asked == heard and signal.getsignal(signal.SIGHUP) is handler
         finally:

@@ -318,3 +318,30 @@ def test_slow_rollouts_are_told_of_once(tmp_path, capsys):
     assert capsys.readouterr().out.count(told) == 1
     evaluation.main(["--env", "bandit", "--max_tokens", "4", "--episodes", "2", "--out", str(tmp_path / "e")])
     assert "anew" not in capsys.readouterr().out
+
+
+def test_only_groups_that_can_vary_count_in_the_log():
+    """Group 0 varies (std of 0 and 2: sqrt 2), 1 does not, 2 has one episode left, 3 none."""
+    from nanoragen.learning.advantages import group_metrics
+
+    ids = torch.tensor([0, 1, 2, 1, 0])
+    found = group_metrics(group_advantages(torch.tensor([0.0, 1.0, 5.0, 1.0, 2.0]), ids, num_groups=4), ids)
+    assert found["rollout/in_group_reward_std"] == pytest.approx(2**0.5 / 2) and found["rollout/zero_variance_ratio"] == 0.5
+    assert found["rollout/groups"] == 4
+    alone = group_metrics(group_advantages(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]), num_groups=2), torch.tensor([0, 1]))
+    assert "rollout/in_group_reward_std" not in alone and "rollout/zero_variance_ratio" not in alone
+
+
+@pytest.mark.parametrize("beta", ["0", "0.1"])
+def test_where_nobody_watches_there_is_a_line_a_step_and_no_bar(beta, tmp_path, monkeypatch, capsys):
+    """Nor is a phase named that is not run: without KL there is no reference model."""
+    import tqdm
+
+    phases, show = [], tqdm.tqdm.set_description_str
+    monkeypatch.setattr(tqdm.tqdm, "set_description_str", lambda self, text, *more: (phases.append(text), show(self, text, *more)))
+    small = ["--steps", "2", "--groups", "2", "--group_size", "2", "--max_tokens", "8", "--final_episodes", "2", "--mi_every", "0"]
+    train.main(["--env", "bandit", *small, "--filter", "none", "--beta", beta, "--out", str(tmp_path / "run")])
+    said = capsys.readouterr()
+    assert said.err == "" and "\r" not in said.out  # captured: no terminal
+    assert [line[:9] for line in said.out.splitlines() if line.startswith("step ")] == ["step    1", "step    2"]
+    assert ("reference" in phases) == (beta != "0") and {"rollout", "save"} <= set(phases)

@@ -52,12 +52,14 @@ def group_statistics(c, episodes, rewards, ids):
 
 
 def group_metrics(found, ids) -> dict:
-    """What is logged of the groups. Only those that can vary, of two episodes or more, count in the first two (the second is the
-    advantage collapse rate of arXiv 2605.21125)."""
+    """What is logged of the groups. Only those that can vary, of two episodes or more, count in the first two, which are left out
+    where there is none (zero_variance_ratio: the advantage collapse rate of arXiv 2605.21125)."""
     std = found.std[torch.bincount(ids, minlength=len(found.keep)) > 1]
-    return {
-        "rollout/in_group_reward_std": std.mean().item() if len(std) else 0.0,
-        "rollout/zero_variance_ratio": (std == 0).float().mean().item() if len(std) else 0.0,
+    spread = {
+        "rollout/in_group_reward_std": std.mean().item(),
+        "rollout/zero_variance_ratio": (std == 0).float().mean().item(),
+    }
+    return (spread if len(std) else {}) | {
         "rollout/filter_kept_ratio": int(found.keep.sum()) / len(found.keep),
         "rollout/kept_groups": int(found.keep.sum()),
         "rollout/groups": len(found.keep),

@@ -26,7 +26,7 @@ from nanoragen.report.episodes import chosen, escape
 from nanoragen.report.runs import Run, number, spread, visible
 from nanoragen.report.verdict import View, conclusion, gaps, percent, verdict
 from nanoragen.run import cli
-from nanoragen.run.checkpoint import write_whole
+from nanoragen.run.files import write_whole
 
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
 MATRICES, MAX_SIDE = 3, 32  # cross matrices shown of a run, and rows and columns of one

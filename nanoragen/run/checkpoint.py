@@ -14,12 +14,13 @@ Left out: sharded and asynchronous saving.
 
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
 import sys
 from pathlib import Path
+
+from nanoragen.run import files
 
 MARKER = "complete.json"
 MAX_WEIGHT = 1e18  # the square of what is larger has no room in float32
@@ -29,11 +30,14 @@ class CannotSave(RuntimeError):
     """A checkpoint could not be written: disk full or gone. Nothing of it is left, and older ones are as they were."""
 
 
-def save(run_dir, step: int, model, tokenizer, save_model=None, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2) -> Path:
+def save(
+    run_dir, step: int, model, tokenizer, save_model=None, *, optimizer=None, scheduler=None, critic=None, state=None, keep: int = 2
+) -> Path:
     """Write run_dir/step_<step>/ and return it, then delete all but the newest `keep` complete ones.
 
-    save_model(folder): writes the model's files; None: model.save_pretrained. state: what JSON can hold, and comes back equal. CannotSave where the disk takes no more; FloatingPointError where a weight, of
-    the critic too, is no number a model can compute with: what was saved before is then worth more.
+    save_model(folder): writes the model's files; None: model.save_pretrained. state: what JSON can hold, and comes back equal.
+    CannotSave where the disk takes no more; FloatingPointError where a weight, of the critic too, is no number a model can compute
+    with: what was saved before is then worth more.
 
     The files: config, safetensors, tokenizer and chat template (save_pretrained), adapter/ (if there is one; the
     weights have it merged in), optimizer.pt, scheduler.pt, critic.pt (if there is one), random.pt, trainer_state.json, complete.json.
@@ -56,7 +60,7 @@ def save(run_dir, step: int, model, tokenizer, save_model=None, *, optimizer=Non
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         temporary.rename(folder)
-        _sync(run_dir)
+        files.sync(run_dir)
     except (OSError, RuntimeError, SafetensorError) as e:  # what Python, torch.save and safetensors raise when a disk is full
         cause = e.__context__ if isinstance(e.__context__, OSError) else e
         reason = getattr(cause, "strerror", None) or " ".join(str(cause).split())[:150]
@@ -74,19 +78,6 @@ def _check_weights(parameters, step: int):
     largest = max(p.detach().abs().amax().nan_to_num(nan=float("inf")).item() for p in parameters if p.numel())
     if largest > MAX_WEIGHT:
         raise FloatingPointError(f"weights of step {step} up to {largest:g} in size, which are not saved")
-
-
-def write_whole(path, text: str):
-    """Write a text file so that a kill or a full disk leaves the old one or the new one, never a part."""
-    path = Path(path)
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        _sync(beside)
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def folder_name(step: int) -> str:
@@ -107,11 +98,11 @@ def _write(folder: Path, save_model, tokenizer, parts: dict, state: dict):
     (folder / "trainer_state.json").write_text(json.dumps(state, indent=1) + "\n")
     found = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        _sync(path)
+        files.sync(path)
         found[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     (folder / MARKER).write_text(json.dumps(found, indent=1) + "\n")
-    _sync(folder / MARKER)
-    _sync(folder)
+    files.sync(folder / MARKER)
+    files.sync(folder)
 
 
 def newest(run_dir, say=lambda text: print(text, file=sys.stderr)) -> Path | None:
@@ -234,17 +225,6 @@ def _folders(run_dir: Path) -> list[Path]:
     """The checkpoints, complete or not, newest first; of one step the renamed-away .old last."""
     found = [p for p in run_dir.glob("step_*") if p.is_dir() and re.fullmatch(r"step_\d+(\.old)?", p.name)]
     return sorted(found, key=lambda p: (int(re.search(r"\d+", p.name)[0]), p.suffix == ""), reverse=True)
-
-
-def _sync(path: Path):
-    """Make a file, or the names in a folder, survive a power cut."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot sync a folder
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(path: Path) -> str:

@@ -59,8 +59,10 @@ def quiet_when_unread(main):
     @functools.wraps(main)
     def run(argv=None):
         try:
-            main(argv)
-            sys.stdout.flush()
+            try:
+                main(argv)
+            finally:
+                sys.stdout.flush()  # also what --help printed before it left
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in its buffer goes nowhere
             sys.exit(141)

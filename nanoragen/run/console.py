@@ -41,6 +41,10 @@ def console_line(m: dict) -> str:
     return " | ".join(parts)
 
 
+HUGE_KL = 0.1  # approx_kl of a step, nats a token, from which its updates count as too large
+FLAT = 0.1  # of the reward's std over episodes: a smaller change of the reward between first and last steps is none
+
+
 def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[str]:
     """Why nothing was learned, in plain words; an empty list when held-out success rose beyond chance.
 
@@ -51,30 +55,37 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
     if after["success_low"] > before["success_high"]:
         return []
     fell = after["success_high"] < before["success_low"]
-    late = history[len(history) // 2 :]
+    head = "Held-out success fell." if fell else "Nothing was learned beyond chance (the intervals before and after overlap)."
+
+    def values(key, rows=history):
+        return [m[key] for m in rows if m.get(key) is not None]
 
     def mean(key, default=0.0):
-        values = [m[key] for m in late if m.get(key) is not None]
-        return mean_of(values) if values else default
+        return mean_of(values(key, history[len(history) // 2 :]) or [default])
 
-    parse, flat, std = (
-        mean("rollout/parse_rate", 1.0),
-        mean("rollout/zero_variance_ratio"),
-        mean("rollout/in_group_reward_std"),
-    )
-    skipped, nonfinite = mean("skipped"), mean("nonfinite_updates")
-    success, clipped = mean(f"{env}/success"), mean("rollout/truncated_by_context")
+    parse, began = mean("rollout/parse_rate", 1.0), mean_of(values("rollout/parse_rate")[:1] or [1.0])
+    flat, skipped, success = mean("rollout/zero_variance_ratio"), mean("skipped"), mean(f"{env}/success")
+    without_room, kl = mean("rollout/truncated_by_context"), max(values("approx_kl"), default=0.0)
+    too_large = f"The updates are too large (approx_kl up to {kl:.2g} nats a token): lower --lr" if kl > HUGE_KL else ""
+    if began >= 0.7 and parse < began - 0.2:  # it could: more tokens would not bring that back
+        lost = f"Replies parse no longer: {began:.0%} of the turns did in the first step, {parse:.0%} in the last half of the run. "
+        return [head, lost + (too_large or "Lower --lr or --entropy_coef") + ", or add --beta 0.01."]
     out = []
     if parse < 0.7 and mean("rollout/turns", 1.0) > 0:  # without any turn, all ran out of context
+        cut = mean("completions/clipped_ratio")
+        longer = f"{cut:.0%} of the replies are cut: raise --max_tokens, or s" if cut > 0.3 and without_room <= 0.3 else "S"
         out.append(
             f"Replies do not parse: only {parse:.0%} of the turns are <think>...</think><answer>...</answer>. "
-            + ("S" if clipped > 0.3 else "Raise --max_tokens if they are cut, or s")
-            + "tart from a model that knows the format."
+            f"{longer}tart from a model that knows the format."
         )
-    if clipped > 0.3:
-        out.append(f"{clipped:.0%} of the episodes ran out of context. Lower --max_turns or --max_tokens, or raise --max_context.")
+    if without_room > 0.3:
+        out.append(
+            f"{without_room:.0%} of the episodes ran out of context. Lower --max_turns or --max_tokens, or raise --max_context."
+        )
     if flat > 0.7:
-        if success < 0.1:
+        if success < 0.1 and fell:
+            why = "almost all fail since success fell: " + (too_large or "lower --lr, or add --beta 0.01")
+        elif success < 0.1:
             why = "almost all fail, so make it easier (--env_options) or start from a better model"
         elif success > 0.9:
             why = "almost all succeed, so make it harder (--env_options)"
@@ -85,28 +96,32 @@ def diagnosis(history: list[dict], before: dict, after: dict, env: str) -> list[
         )
     if skipped > 0.3:
         out.append(
-            f"Everything is filtered: {skipped:.0%} of the steps kept no group and updated nothing. "
+            f"Everything was filtered out in {skipped:.0%} of the steps, which updated nothing. "
             + ("The groups have no variance to keep." if flat > 0.7 else "Loosen --filter_value, or use --filter none.")
         )
-    if nonfinite > 0:
+    if mean("nonfinite_updates") > 0:
         out.append("Some updates were not finite and were left out. Lower --lr.")
     if not out and fell:
-        out.append("The signals are there, but success fell: the steps are too large. Lower --lr, or add --beta 0.01.")
+        out.append(f"The signals are there, but success fell. {too_large or 'Lower --lr'}, or add --beta 0.01.")
     if not out:
-        rewards = [m["reward"] for m in history if m.get("reward") is not None]
-        few = max(1, min(3, len(rewards) // 2))  # no step is both
-        first, last = mean_of(rewards[:few]), mean_of(rewards[-few:])
-        out.append(
-            f"The signals are there (in-group reward std {std:.2f}, {parse:.0%} of replies parse, {1 - flat:.0%} of groups vary), "
-            f"but the reward is flat ({first:.2f} in the first steps, {last:.2f} in the last). "
-            + (
-                "A few steps prove little: raise --steps."
-                if len(history) < 20
-                else "Try another --lr, more --steps, or more --groups."
-            )
+        std = f"in-group reward std {mean('rollout/in_group_reward_std'):.2f}, " if values("rollout/in_group_reward_std") else ""
+        vary = f", {1 - flat:.0%} of groups vary" if std else ""
+        course = _course(values("reward"), mean("reward_std"))
+        todo = (
+            "Try another --lr, more --steps, or more --groups" if len(history) >= 20 else "A few steps prove little: raise --steps"
         )
-    head = "Held-out success fell." if fell else "Nothing was learned beyond chance (the intervals before and after overlap)."
+        out.append(f"The signals are there ({std}{parse:.0%} of replies parse{vary}); {course}. {too_large or todo}.")
     return [head, *out]
+
+
+def _course(rewards: list[float], std: float) -> str:
+    """What the reward of training did, with the numbers that show it. std: of the reward over a step's episodes."""
+    few = max(1, min(3, len(rewards) // 2))  # no step is both
+    first, last = mean_of(rewards[:few]), mean_of(rewards[-few:])
+    change = "rose, which held-out success does not show yet" if last > first else "fell"
+    if abs(last - first) <= FLAT * std or f"{first:.2f}" == f"{last:.2f}":
+        change = "hardly moved"
+    return f"the reward in training {change} ({first:.2f} in the first steps, {last:.2f} in the last)"
 
 
 def interval(result: dict) -> str:

@@ -50,7 +50,7 @@ def time_limit(seconds: float | None):
 def containing(episode, seconds: float | None):
     """Whatever the body raises ends the episode as truncated "error", with the traceback in episode.error.
 
-    Also an exit or a KeyboardInterrupt of the environment's own making. The user's own come as `Leave` (nanoragen/run/stops.py), or, in
+    Also an exit or a KeyboardInterrupt of the environment's own making. The user's own come as `Leave` (nanoragen/run/signals.py), or, in
     a program that leaves Ctrl-C as Python has it, as KeyboardInterrupt, and go through.
     """
     try:

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nanoragen.run import cli
-from nanoragen.run.checkpoint import newest, write_whole
+from nanoragen.run.checkpoint import newest
+from nanoragen.run.files import write_whole
 from nanoragen.run.settings import file_name
 
 

@@ -11,7 +11,7 @@ import math
 import warnings
 from pathlib import Path
 
-from nanoragen.run.checkpoint import write_whole
+from nanoragen.run.files import write_whole
 
 TRACKERS = ("wandb", "tensorboard", "trackio")
 

@@ -8,25 +8,21 @@
         return s.finish()
 """
 
-import json
-import platform
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tqdm import tqdm
 
-import nanoragen
-from nanoragen.run import checkpoint, console, distributed, faults, metrics, stops
+from nanoragen.run import checkpoint, console, distributed, errors, faults, metrics, stops
 from nanoragen.run.log import Lines, Log
+from nanoragen.run.provenance import RunRecord
 from nanoragen.run.records import rewind
 from nanoragen.run.settings import env_flags
+from nanoragen.run.signals import Stop
 
 
 @contextmanager
@@ -38,18 +34,18 @@ def session(c, out: Path, saved: Path | None = None):
     # no bar where nobody watches: there a line a step is all
     look = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "disable": distributed.rank() > 0 or not sys.stderr.isatty()}
     # whatever ends the run, the bar's line ends too, and what is printed next starts a new one
-    with stops.Stop() as stop, tqdm(total=c.steps, **look) as bar:
+    with Stop() as stop, tqdm(total=c.steps, **look) as bar:
         run = Session(c, out, saved, stop, bar)
         try:
             yield run
         except Exception as e:
-            why = stops.reason(e, run.doing, c)
+            why = errors.reason(e, run.doing, c)
             if why is None:
                 raise
-            raise stops.CannotGoOn(f"{why}; {stops.how_to_go_on(out)}") from e
+            raise errors.CannotGoOn(f"{why}; {errors.how_to_go_on(out)}") from e
         except SystemExit:
             if stop.left:
-                run.say(f"ended at once by {stop.left} in {run.doing or 'the start'}; {stops.how_to_go_on(out)}")
+                run.say(f"ended at once by {stop.left} in {run.doing or 'the start'}; {errors.how_to_go_on(out)}")
             raise
 
 
@@ -60,7 +56,6 @@ class Session:
         self.c, self.out, self.saved, self.stop, self.bar = c, Path(out), saved, stop, bar
         self.line, self.history, self.done, self.doing = {}, [], 0, ""
         self.before = self.after = self.early = self.asked = None
-        self.began = time.time()
 
     def phase(self, text: str):
         self.doing = text
@@ -94,9 +89,9 @@ class Session:
         if distributed.rank() == 0:
             self.log = Log(self.out, asdict(replace(c, resume="")), trackers=c.log)
             self.cross = Lines(self.out / "cross.jsonl")
-            self._describe()
+            self.record = RunRecord(self.out, resumed=self.saved is not None)
         else:
-            self.log = self.cross = self.page = distributed.Silent()
+            self.log = self.cross = self.page = self.record = distributed.Silent()
         self.bar.initial = self.bar.n = self.done
         for text in filter(None, lines):
             self.say(text)
@@ -154,6 +149,7 @@ class Session:
         self.due = self.last or (c.save_every and step % c.save_every == 0)
         if self.due:
             self.saved = self._save(step)
+            self.record.write()
             self.asked = distributed.first(self.stop.asked)  # perhaps while it was saved
         self.page.refresh()  # written when that is cheap: under 1% of the time
         self.bar.update()
@@ -165,11 +161,10 @@ class Session:
             self.say(f"stopped early: {self.early[1]} (--early_stop)")
         self.bar.close()
         self.log.close()
-        if distributed.rank() == 0:
-            self._describe(duration=time.time() - self.began)
+        self.record.write()
         self.page.write()
         if self.asked and step < c.steps:
-            print(f"stopped by {self.asked} after step {step}, which is saved; go on with: {stops.resume_command(self.out)}")
+            print(f"stopped by {self.asked} after step {step}, which is saved; go on with: {errors.resume_command(self.out)}")
             distributed.finish()
             raise SystemExit(130)
         before, after = map(console.interval, (self.before, self.after))
@@ -200,32 +195,3 @@ class Session:
         return distributed.on_first(
             lambda: checkpoint.save(self.out, step, *self.save_model, **self.parts, state=state, keep=self.c.keep)
         )
-
-    def _describe(self, **more):
-        """run.json: which code ran when, for the report. `started` stays that of the first process of a resumed run."""
-        path, known = self.out / "run.json", {}
-        if self.saved and path.is_file():
-            known = {k: v for k, v in json.loads(path.read_text()).items() if k == "started"}
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.began))
-        found = {"commit": commit(), "versions": versions(), "started": started, **known, **more}
-        checkpoint.write_whole(path, json.dumps(found, indent=1) + "\n")
-
-
-def commit() -> str:
-    """The commit of the checkout that runs, "" where it is none."""
-    root = Path(nanoragen.__file__).resolve().parents[1]
-    if not (root / ".git").exists() or not shutil.which("git"):
-        return ""
-    asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return asked.stdout.strip()
-
-
-def versions() -> dict[str, str]:
-    """Of this package and of what its numbers depend on."""
-    found = {"nanoragen": nanoragen.__version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "triton", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # triton, where it has no builds
-            continue
-    return found

@@ -1,13 +1,17 @@
 """Flags, files of settings, and the one line that each mistake gets."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from nanoragen.run import cli
+
+ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def flag(default, help):
@@ -155,3 +159,17 @@ def test_help_shows_every_setting_and_imports_nothing_heavy():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(f"--{name}" in shown for name in ("env", "model", "samples", "max_tokens", "config")) and "--max-tokens" not in shown
+
+
+def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
+    """What `| head -1` does to a program that prints more: here the pipe is closed before the first line."""
+    (tmp_path / "p.py").write_text(
+        "from dataclasses import dataclass, field\nfrom nanoragen.run import cli\n\n@dataclass\nclass Config:\n"
+        "    lr: float = field(default=1.0, metadata={'help': 'rate'})\n\n@cli.quiet_when_unread\ndef main(argv=None):\n"
+        "    cli.parse(Config, argv, 'p.py', '')\n\nmain()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": ""}  # all of it is in the buffer when main ends
+    command = [sys.executable, str(tmp_path / "p.py"), "--help"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    done.stdout.close()
+    assert done.stderr.read() == "" and done.wait(60) == 141

@@ -22,7 +22,7 @@ from nanoragen.envs import code_data, countdown, data, lean, math_qa, search_cor
 from nanoragen.report import page as report
 from nanoragen.report.runs import Run
 from nanoragen.rollout.chat import Chat, parse_reply, reasoning_span
-from nanoragen.run import cli, console, records
+from nanoragen.run import cli, console, records, stops
 
 INPUTS = 200  # of each of the kinds below
 fuzz = settings(max_examples=INPUTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -198,7 +198,7 @@ measured = st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity
 def test_early_stops_and_the_diagnosis_after_damage(history):
     history = [{"step": n, **line} for n, line in enumerate(history)]
     found = {"success": 0.5, "success_low": 0.4, "success_high": 0.6}
-    train.stops.early_stop(history, "bandit", "variance,filtered,success")
+    stops.early_stop(history, "bandit", "variance,filtered,success")
     assert console.diagnosis(history, found, found, "bandit")
 
 

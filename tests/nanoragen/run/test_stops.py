@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from nanoragen.run import stops
-from nanoragen.run.stops import Stop, early_stop
+from nanoragen.run.signals import Stop
+from nanoragen.run.stops import early_stop
 
 ALL = "variance,filtered,success"
 
