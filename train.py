@@ -317,7 +317,7 @@ def train(c: Config, model, tokenizer, session):
     critic = Critic(model, c.critic_lr, schedule, c.weight_decay) if c.baseline == "critic" else None
     if c.aggregation == "seq_mean_token_sum_norm":
         c = replace(c, loss_length=c.loss_length or c.max_tokens * (c.max_turns or envs[0].max_turns))
-    sampling, monitor, line = sampling_of(c, contain_faults=True, env_timeout=c.env_timeout or None), Monitor(), {}
+    sampling, monitor = sampling_of(c, contain_faults=True, env_timeout=c.env_timeout or None), Monitor()
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters on {model.device}"
     needs = memory.lines(model, c, *longest_episode(model, tokenizer, envs[0], sampling))
     session.begin(

@@ -23,13 +23,13 @@ from pathlib import Path
 
 from nanoragen.report import charts
 from nanoragen.report.episodes import chosen, escape
-from nanoragen.report.runs import Run, number, spread, visible
+from nanoragen.report.runs import MAX_SIDE, Run, number, spread, visible
 from nanoragen.report.verdict import View, conclusion, gaps, percent, verdict
 from nanoragen.run import cli
 from nanoragen.run.files import write_whole
 
 SHARE = 1 / 200  # of a run's time that refreshing the page may take
-MATRICES, MAX_SIDE = 3, 32  # cross matrices shown of a run, and rows and columns of one
+MATRICES = 3  # cross matrices shown of a run
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -167,10 +167,11 @@ def header(views) -> str:
 
 
 def made_with(view) -> str:
-    """Date, duration, commit and versions as far as known: run.json or config.json may have started, commit and versions."""
-    about, seconds = {**view.config, **view.run.about}, sum(view.run.values("step_time"))
-    said = [f"{key} {about[key]}" for key in ("started", "ended", "commit") if isinstance(about.get(key), str) and about[key]]
-    said += [f"steps took {timedelta(seconds=round(seconds))} in all"] if 0 < seconds < 1e9 else []
+    """Date, duration, commit and versions as far as run.json has them (nanoragen/run/provenance.py), and what the steps took."""
+    about, steps, whole = view.run.about, sum(view.run.values("step_time")), number(view.run.about.get("duration")) or 0
+    said = [f"{key} {about[key]}" for key in ("started", "commit") if isinstance(about.get(key), str) and about[key]]
+    said += [f"the run took {timedelta(seconds=round(whole))}"] if 0 < whole < 1e9 else []
+    said += [f"steps took {timedelta(seconds=round(steps))} in all"] if 0 < steps < 1e9 else []
     versions = about.get("versions")
     return "; ".join(said + [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else said)
 

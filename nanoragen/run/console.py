@@ -2,6 +2,8 @@
 
 import math
 
+from nanoragen.run.metrics import mean_of
+
 
 def console_line(m: dict) -> str:
     """One step on one line; what was not measured is left out."""
@@ -126,8 +128,3 @@ def _course(rewards: list[float], std: float) -> str:
 
 def interval(result: dict) -> str:
     return f"{result['success']:.1%} (95%: {result['success_low']:.1%} to {result['success_high']:.1%})"
-
-
-def mean_of(values) -> float:
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0

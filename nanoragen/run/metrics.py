@@ -32,22 +32,22 @@ def rollout_metrics(episodes, env: str) -> dict:
     """
     rewards = [e.reward for e in episodes]
     turns = [t for e in episodes for t in e.turns]
-    mean = _mean(rewards)
+    mean = mean_of(rewards)
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) if len(rewards) > 1 else 0.0
     return {
         "reward": mean,
         "reward_std": spread,
-        f"{env}/success": _mean([e.success for e in episodes]),
+        f"{env}/success": mean_of([e.success for e in episodes]),
         "num_tokens": sum(len(e.ids) for e in episodes),
-        "completions/mean_length": _mean([e.num_tokens for e in episodes]),
+        "completions/mean_length": mean_of([e.num_tokens for e in episodes]),
         "completions/max_length": max((t.end - t.start for t in turns), default=0),
-        "completions/clipped_ratio": _mean([t.cut for t in turns]),
-        "rollout/turns": _mean([len(e.turns) for e in episodes]),
-        "rollout/actions": _mean([sum(len(t.actions) for t in e.turns) for e in episodes]),
-        "rollout/parse_rate": _mean([t.parsed for t in turns]),
-        "rollout/truncated_by_turns": _mean([e.truncated == "turns" for e in episodes]),
-        "rollout/truncated_by_context": _mean([e.truncated == "context" for e in episodes]),
-        "valid_thinking_rate": _mean([t.think_end > t.start for t in turns]),
+        "completions/clipped_ratio": mean_of([t.cut for t in turns]),
+        "rollout/turns": mean_of([len(e.turns) for e in episodes]),
+        "rollout/actions": mean_of([sum(len(t.actions) for t in e.turns) for e in episodes]),
+        "rollout/parse_rate": mean_of([t.parsed for t in turns]),
+        "rollout/truncated_by_turns": mean_of([e.truncated == "turns" for e in episodes]),
+        "rollout/truncated_by_context": mean_of([e.truncated == "context" for e in episodes]),
+        "valid_thinking_rate": mean_of([t.think_end > t.start for t in turns]),
     }
 
 
@@ -72,7 +72,7 @@ def process_metrics() -> dict:
     return found
 
 
-def _mean(values) -> float:
+def mean_of(values) -> float:
     values = list(values)
     return sum(values) / len(values) if values else 0.0
 

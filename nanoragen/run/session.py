@@ -1,7 +1,7 @@
 """Everything in a run that is not learning: the progress bar, its files, checkpoints, evaluations, why it ends, what it says.
 
     with session(c, out, saved) as s:                   # signals are answered at the end of a step; errors become one line
-        s.begin(c, model, tokenizer, ...)               # after a resume, all is put back as it was
+        s.begin(c, page, monitor, evaluate, ...)        # after a resume, all is put back as it was
         for step in s.steps():
             with s.timed("rollout"): ...                # s.line collects the metrics of the step
             s.end_step(episodes, advantages, kept)      # evaluation, log, early stop, checkpoint
@@ -73,13 +73,13 @@ class Session:
         yield
         self.line[f"time/{name}"] = time.perf_counter() - begun
 
-    def begin(self, c, page, monitor, evaluate, save, lines, optimizer, scheduler, critic):
+    def begin(self, c, page, monitor, evaluate, model, lines, optimizer, scheduler, critic):
         """Open the files, put back what was saved, say what is about to happen, and evaluate.
 
         page: refresh() and write() of the report. monitor: of collapse, with state_dict() and regime. evaluate(n) -> (figures,
-        episodes) on n held-out seeds. save(folder): the model's files. lines: what to say first.
+        episodes) on n held-out seeds. model: (model, tokenizer, save_model), as `checkpoint.save` takes them. lines: what to say first.
         """
-        self.c, self.page, self.monitor, self.evaluate, self.save_model = c, page, monitor, evaluate, save
+        self.c, self.page, self.monitor, self.evaluate, self.model = c, page, monitor, evaluate, model
         self.parts = {"optimizer": optimizer, "scheduler": scheduler, "critic": critic}
         if self.saved:
             state = checkpoint.restore(self.saved, **self.parts)
@@ -161,7 +161,6 @@ class Session:
             self.say(f"stopped early: {self.early[1]} (--early_stop)")
         self.bar.close()
         self.log.close()
-        self.record.write()
         self.page.write()
         if self.asked and step < c.steps:
             print(f"stopped by {self.asked} after step {step}, which is saved; go on with: {errors.resume_command(self.out)}")
@@ -193,5 +192,5 @@ class Session:
         self.phase("save")
         state = {"step": step, "before": self.before, **self.monitor.state_dict()}
         return distributed.on_first(
-            lambda: checkpoint.save(self.out, step, *self.save_model, **self.parts, state=state, keep=self.c.keep)
+            lambda: checkpoint.save(self.out, step, *self.model, **self.parts, state=state, keep=self.c.keep)
         )

@@ -13,6 +13,7 @@ from nanoragen.envs.base import TextEnv
 from nanoragen.policy.batches import Batch
 from nanoragen.policy.prefix_cache import prefix_cache
 from nanoragen.policy.scoring import micro_batch, token_logprobs
+from nanoragen.rollout.episodes import Episode, Turn
 
 SPECIAL = ["<|pad|>", "<|start|>", "<|end|>", "<s>", "</s>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -186,3 +187,13 @@ def score(model, batch, rows=None, temperature=1.0, fused=True):
     rows = torch.arange(len(batch.ids)) if rows is None else rows
     prefix = prefix_cache(model, batch, rows, "float32", detach=False)
     return token_logprobs(model, micro_batch(model, batch, rows, prefix), temperature, fused)
+
+
+def bandit_episode(rewards=(0.5, 1.0), success=True, parsed=True, truncated=""):
+    """An episode of two prompt ids and a turn of two sampled ids for each reward."""
+    turns = [
+        Turn(2 * i + 2, 2 * i + 4, 2 * i + 3, f"see {i}", "hm</think><answer>a</answer>", ["a"], parsed, r)
+        for i, r in enumerate(rewards)
+    ]
+    ids, mask = list(range(2 + 2 * len(rewards))), [0, 0] + [1] * 2 * len(rewards)
+    return Episode("bandit", 7, 0, ids, mask, turns, not truncated, truncated, success, "rules", "see 0")

@@ -82,10 +82,12 @@ def test_what_a_run_logs_beside_success_and_mi_is_drawn(make):
 
 def test_the_page_says_what_made_the_run_and_when(make):
     folder = make()
-    about = {"commit": "abc1234", "started": "2026-12-01T10:00:00+0000", "versions": {"torch": "2.13.0", "nanoragen": "0.1.0"}}
+    about = {"commit": "abc1234", "started": "2026-12-01T10:00:00+0000", "duration": 61.4, "versions": {"torch": "2.13.0", "nanoragen": "0.1.0"}}
     assert "steps took 0:00:37 in all" in words(page_of(folder))  # 8 * 4 + 36 / 7
+    assert "the run took" not in words(page_of(folder))
     (folder / "run.json").write_text(json.dumps(about))
     assert "started 2026-12-01T10:00:00+0000; commit abc1234" in words(page_of(folder)) and "torch 2.13.0" in words(page_of(folder))
+    assert "the run took 0:01:01" in words(page_of(folder))
     (folder / "run.json").write_text('{"commit": 3, "versions": [], "started": null')
     assert "Settings of run" in words(page_of(folder))
 

@@ -5,18 +5,10 @@ import os
 
 import numpy as np
 import pytest
+from helpers import bandit_episode as episode
 
-from nanoragen.rollout.episodes import Episode, Turn
+from nanoragen.rollout.episodes import Episode
 from nanoragen.run import metrics
-
-
-def episode(rewards=(0.5, 1.0), success=True, parsed=True, truncated=""):
-    turns = [
-        Turn(2 * i + 2, 2 * i + 4, 2 * i + 3, f"see {i}", "hm</think><answer>a</answer>", ["a"], parsed, r)
-        for i, r in enumerate(rewards)
-    ]
-    ids, mask = list(range(2 + 2 * len(rewards))), [0, 0] + [1] * 2 * len(rewards)
-    return Episode("bandit", 7, 0, ids, mask, turns, not truncated, truncated, success, "rules", "see 0")
 
 
 def test_wilson_against_its_equation():
