@@ -35,7 +35,7 @@ def advice(name, settings) -> str:
     """What to do in a regime; what the settings (a dict, perhaps empty) have already is left out."""
     if name != "template collapse":
         return {
-            "diverse": "healthy, nothing to do",
+            "diverse": "nothing to do about the reasoning",
             "compressed": "fine while reward rises, else raise --temperature or --entropy_coef, or lower --lr",
             "low-entropy collapse": "go back to an earlier checkpoint and lower --lr, or raise --entropy_coef",
         }[name]

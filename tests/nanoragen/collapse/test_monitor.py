@@ -1,6 +1,7 @@
 """The measurements of a run: moving averages, both samplings, the posterior that is logged."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from measured import metrics_of, played, qwen2
 from nanoragen.collapse import monitor
 from nanoragen.collapse.estimator import measure
 from nanoragen.collapse.monitor import Ema
+from nanoragen.run import regimes
 
 
 def test_moving_averages_survive_a_resume():
@@ -45,3 +47,13 @@ def test_both_samplings_are_logged_each_with_averages_of_its_own():
     assert monitor.diagnose(model, two, resumed, temperature=0.8, seed=4)[1] == both
     assert monitor.diagnose(model, two, temperature=0.8, seed=4)[1].keys() == {k for k in both if "_ema" not in k}
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_regime_is_not_said_when_nothing_is_measured_any_more():
+    model, run = qwen2(), monitor.Monitor()
+    line, found = run.measure(model, played(), 1, {}, 1.0)
+    assert line["regime"] in regimes.MEANING and run.regime.startswith(line["regime"]) and found.sums.shape == (16, 8)
+    silent = [replace(e, turns=[replace(t, think_end=t.start) for t in e.turns]) for e in played()]
+    line, found = run.measure(model, silent, 2, {}, 1.0)
+    assert "regime" not in line and run.regime == "" and found is None
+    assert "regime" in run.measure(model, played(), 3, {}, 1.0)[0] and run.regime

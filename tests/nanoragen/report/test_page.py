@@ -355,6 +355,8 @@ def test_training_writes_the_report(tmp_path):
     train.run(c, *models.load("nano", device="cpu"), tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page == page_of(tmp_path)  # written when all else was
+    steps = sum(json.loads(line)["step_time"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert json.loads((tmp_path / "run.json").read_text())["duration"] > steps > 0 and "the run took" in words(page)
     held = drawn(tmp_path, "success")[1]
     assert held["x"] == [0, 2] and None not in held["half"] and "episodes are in this page" in words(page)
     assert page.count("<table class=heat>") == 2 and len(page.encode()) < 1e6 and "torch 2." in words(page)
